@@ -1,0 +1,131 @@
+"""How a weight is represented: the `Format` contract and `QuantizedTensor`.
+
+A format is a frozen dataclass of a few plain fields. Its methods work on float32 columns of a ``[out, in]``
+weight; ``fit`` chooses parameters for a block of columns that share them, ``encode`` and ``decode`` turn columns
+into codes and back. Because the three are apart, a solver such as GPTQ can drive any format column by column.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from qbench.lazy import lazy_import
+from qbench.registry import Registry
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = lazy_import("torch")
+
+Params = dict[str, "torch.Tensor"]
+
+
+class Format(ABC):
+    """Base of every weight format. Subclasses are frozen dataclasses whose fields are plain YAML values."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def block_size(self, in_features: int) -> int:
+        """Number of neighbouring input columns that share parameters (the whole row: `in_features`)."""
+
+    @abstractmethod
+    def fit(self, columns: torch.Tensor) -> Params:
+        """Parameters for float32 `columns` ``[out, n]``, one set a row: each tensor ``[out, 1]``."""
+
+    @abstractmethod
+    def encode(self, columns: torch.Tensor, params: Params) -> torch.Tensor:
+        """Codes ``[out, n]`` (one a weight, unpacked) of float32 `columns` ``[out, n]`` under `params`."""
+
+    @abstractmethod
+    def decode(self, codes: torch.Tensor, params: Params) -> torch.Tensor:
+        """Float32 columns ``[out, n]`` that `codes` stand for under `params`."""
+
+    @abstractmethod
+    def pack(self, codes: torch.Tensor, params: Params, g_idx: torch.Tensor | None = None) -> QuantizedTensor:
+        """The stored form of a whole weight: `codes` ``[out, in]``, `params` stacked to ``[out, blocks]``.
+
+        `g_idx` (int32 ``[in]``) says which block each column's parameters are in, when it is not column // block.
+        """
+
+    @abstractmethod
+    def unpack(self, parts: Params, shape: tuple[int, int]) -> tuple[torch.Tensor, Params]:
+        """The inverse of `pack`: unpacked codes ``[out, in]`` and params ``[out, blocks]``."""
+
+    def blocks(self, in_features: int) -> int:
+        return -(-in_features // self.block_size(in_features))
+
+    def quantize(self, weight: torch.Tensor) -> QuantizedTensor:
+        """Nearest codes for a ``[out, in]`` weight; a last partial block gets its own parameters."""
+        weight = weight.float()
+        width = weight.shape[1]
+        block = self.block_size(width)
+        codes, params = [], []
+        for start, stop in _block_runs(width, block):
+            n = min(block, stop - start)
+            part = weight[:, start:stop].reshape(-1, n)  # [out * blocks_in_run, n]
+            found = self.fit(part)
+            codes.append(self.encode(part, found).reshape(weight.shape[0], stop - start))
+            params.append({k: v.reshape(weight.shape[0], -1) for k, v in found.items()})
+        return self.pack(torch.cat(codes, 1), {k: torch.cat([p[k] for p in params], 1) for k in params[0]})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for YAML and JSON: ``{"name": ..., **fields}``."""
+        return {"name": self.name, **asdict(self)}  # type: ignore[call-overload]
+
+
+def _block_runs(width: int, block: int) -> list[tuple[int, int]]:
+    """The whole blocks as one run, then the partial one, so that each run can be reshaped."""
+    whole = width // block * block
+    return [run for run in ((0, whole), (whole, width)) if run[0] < run[1]]
+
+
+@dataclass(frozen=True)
+class QuantizedTensor:
+    """A weight in a format: `shape` is the logical ``[out, in]``; `parts` are its stored tensors."""
+
+    format: Format
+    shape: tuple[int, int]
+    parts: Params
+
+    def dequantize(self) -> torch.Tensor:
+        """The float32 ``[out, in]`` weight that the stored parts stand for."""
+        codes, params = self.format.unpack(self.parts, self.shape)
+        return self.format.decode(codes, {k: self.expand(v) for k, v in params.items()})
+
+    def expand(self, param: torch.Tensor) -> torch.Tensor:
+        """A parameter ``[out, blocks]`` repeated to one value a column ``[out, in]`` (``[out, 1]`` stays)."""
+        if param.shape[1] == 1:
+            return param
+        g_idx = self.parts.get("g_idx")
+        if g_idx is not None:
+            return param[:, g_idx.long()]
+        return param.repeat_interleave(self.format.block_size(self.shape[1]), 1)[:, : self.shape[1]]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.numel() * part.element_size() for part in self.parts.values())
+
+    @property
+    def bits_per_weight(self) -> float:
+        """True stored bits over logical weights, scales and zero points included."""
+        return 8 * self.nbytes / (self.shape[0] * self.shape[1])
+
+
+FORMATS = Registry(
+    "format",
+    {
+        "int": "qbench.formats.integer:Integer",
+        "nf4": "qbench.formats.codebook:NF4",
+        "fp8": "qbench.formats.float8:FP8",
+    },
+)
+
+
+def format_from_dict(fields: dict[str, Any]) -> Format:
+    """The inverse of `Format.to_dict`. Raises `QbenchError` on an unknown name, key or value."""
+    from qbench.formats.parse import build
+
+    return build(FORMATS, fields)

@@ -1,0 +1,119 @@
+"""Integer affine formats, 2 to 8 bits: ``value = (code - zero_point) * scale``.
+
+Three choices that tools differ in, each a field here:
+
+- `granularity`: one scale a tensor, an output channel, or a group of `group_size` neighbouring input columns.
+- `symmetric`: the zero point is the middle code. With `full_range` the scale is ``2 * absmax / (2**bits - 1)`` and all
+  codes are used (GPTQ, compressed-tensors; Q4_0 stores exactly this); without it the scale is
+  ``absmax / (2**(bits-1) - 1)`` and the lowest code never occurs (classic absmax).
+- not `symmetric`: the range is widened to hold 0, so that a zero weight stays zero.
+
+Scales are rounded to `scale_dtype` before any code is chosen, so that files which store float16 scales hold exactly
+the weights that were measured. Codes are unsigned: a symmetric code is its signed value plus ``2**(bits-1)``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from qbench.errors import QbenchError
+from qbench.formats.base import Format, Params, QuantizedTensor
+from qbench.lazy import lazy_import
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = lazy_import("torch")
+
+
+@dataclass(frozen=True)
+class Integer(Format):
+    """Integer codes with a scale and, if not symmetric, a zero point for each tensor, channel or group."""
+
+    name: ClassVar[str] = "int"
+
+    bits: int = 8
+    granularity: Literal["tensor", "channel", "group"] = "group"
+    group_size: int | None = 128
+    symmetric: bool = True
+    full_range: bool = True
+    scale_dtype: Literal["float16", "float32"] = "float16"
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.bits <= 8:
+            raise QbenchError(f"format int: bits is {self.bits}; allowed: 2 to 8.")
+        if self.granularity == "group":
+            if self.group_size is None or self.group_size < 2:
+                raise QbenchError(f"format int: group_size is {self.group_size}; allowed: 2 or more columns.")
+        elif self.group_size is not None:
+            object.__setattr__(self, "group_size", None)
+
+    @property
+    def max_code(self) -> int:
+        return 2**self.bits - 1
+
+    @property
+    def middle(self) -> int:
+        """The code that stands for zero in the symmetric case."""
+        return int(2 ** (self.bits - 1))
+
+    def block_size(self, in_features: int) -> int:
+        return self.group_size if self.group_size is not None else in_features
+
+    def fit(self, columns: torch.Tensor) -> Params:
+        if self.symmetric:
+            steps = self.max_code / 2 if self.full_range else self.middle - 1
+            return {"scale": self._stored(self._absmax(columns) / steps)}
+        low, high = self._range(columns)
+        scale = self._stored((high - low) / self.max_code)
+        return {"scale": scale, "zero_point": (-low / scale).round().clamp(0, self.max_code)}
+
+    def encode(self, columns: torch.Tensor, params: Params) -> torch.Tensor:
+        zero = params.get("zero_point", self.middle)
+        lowest = 1 if self.symmetric and not self.full_range else 0
+        return ((columns / params["scale"]).round() + zero).clamp(lowest, self.max_code).to(torch.uint8)
+
+    def decode(self, codes: torch.Tensor, params: Params) -> torch.Tensor:
+        zero = params.get("zero_point", self.middle)
+        return (codes.float() - zero) * params["scale"]
+
+    def pack(self, codes: torch.Tensor, params: Params, g_idx: torch.Tensor | None = None) -> QuantizedTensor:
+        from qbench.formats.bitpack import pack_bits
+
+        stored = params
+        if self.granularity == "tensor":
+            stored = {k: v[:1, :1] for k, v in params.items()}
+        parts = {"codes": pack_bits(codes, self.bits), "scale": stored["scale"].to(getattr(torch, self.scale_dtype))}
+        if not self.symmetric:
+            parts["zero_point"] = stored["zero_point"].to(torch.uint8)
+        if g_idx is not None:
+            parts["g_idx"] = g_idx.to(torch.int32)
+        return QuantizedTensor(self, (codes.shape[0], codes.shape[1]), {k: v.contiguous() for k, v in parts.items()})
+
+    def unpack(self, parts: Params, shape: tuple[int, int]) -> tuple[torch.Tensor, Params]:
+        from qbench.formats.bitpack import unpack_bits
+
+        params = {k: parts[k].float() for k in ("scale", "zero_point") if k in parts}
+        return unpack_bits(parts["codes"], self.bits, shape[1]), params
+
+    def _absmax(self, columns: torch.Tensor) -> torch.Tensor:
+        absmax = columns.abs().amax(1, keepdim=True)
+        return absmax.amax().expand_as(absmax) if self.granularity == "tensor" else absmax
+
+    def _range(self, columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        low = columns.amin(1, keepdim=True).clamp(max=0)
+        high = columns.amax(1, keepdim=True).clamp(min=0)
+        if self.granularity == "tensor":
+            low, high = low.amin().expand_as(low), high.amax().expand_as(high)
+        return low, high
+
+    def _stored(self, scale: torch.Tensor) -> torch.Tensor:
+        """`scale` as it will be read back; a block of zeros, or one too small for the dtype, gets 1 (all codes zero)."""
+        rounded = scale.to(getattr(torch, self.scale_dtype)).float()
+        if not bool(torch.isfinite(rounded).all()):
+            found = float(scale.max())
+            raise QbenchError(
+                f"format int: a scale of {found:.6g} does not fit {self.scale_dtype} (NaN, infinite or too large a weight)."
+            )
+        return torch.where(rounded == 0, torch.ones_like(rounded), rounded)

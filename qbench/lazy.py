@@ -1,0 +1,20 @@
+"""``torch = lazy_import("torch")``: the import happens at the first attribute, so that ``import qbench``,
+``--help`` and recipe validation stay fast."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+
+class _LazyModule:
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(import_module(self._name), attribute)
+
+
+def lazy_import(name: str) -> Any:
+    """A stand-in for module `name` that imports it when first touched."""
+    return _LazyModule(name)

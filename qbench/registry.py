@@ -1,0 +1,38 @@
+"""Names to things. A registry's error lists what exists and offers the nearest name."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from importlib import import_module
+from typing import Any
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A sentence that lists the known names, led by the nearest one when there is one."""
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    hint = f"Did you mean {close[0]!r}? " if close else ""
+    return f"{hint}Known: {', '.join(names)}."
+
+
+class Registry:
+    """Maps a name to ``"module:attribute"``; the module is imported when the name is first used."""
+
+    def __init__(self, kind: str, entries: dict[str, str]) -> None:
+        self.kind = kind
+        self.entries = entries
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.entries
+
+    def names(self) -> list[str]:
+        return sorted(self.entries)
+
+    def get(self, name: str) -> Any:
+        from qbench.errors import QbenchError
+
+        if name not in self.entries:
+            raise QbenchError(f"Unknown {self.kind} {name!r}. {nearest(name, self.entries)}")
+        module, attribute = self.entries[name].split(":")
+        return getattr(import_module(module), attribute)
