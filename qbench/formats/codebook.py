@@ -6,7 +6,6 @@ The table is bitsandbytes'; a code is an index into it (ascending values).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from dataclasses import field as dataclass_field
 from typing import TYPE_CHECKING, ClassVar
 
 from qbench.errors import QbenchError
@@ -40,18 +39,18 @@ NF4_LEVELS = (
 
 @dataclass(frozen=True)
 class NF4(Format):
-    """4-bit normal-float codes with a float32 absmax for each block of `block_columns` input columns of a row."""
+    """4-bit normal-float codes with a float32 absmax for each block of `group_size` input columns of a row."""
 
     name: ClassVar[str] = "nf4"
 
-    block_columns: int = dataclass_field(default=64)
+    group_size: int = 64
 
     def __post_init__(self) -> None:
-        if self.block_columns < 2:
-            raise QbenchError(f"format nf4: block_columns is {self.block_columns}; allowed: 2 or more columns.")
+        if self.group_size < 2:
+            raise QbenchError(f"format nf4: group_size is {self.group_size}; allowed: 2 or more columns.")
 
     def block_size(self, in_features: int) -> int:
-        return self.block_columns
+        return self.group_size
 
     def fit(self, columns: torch.Tensor) -> Params:
         absmax = columns.abs().amax(1, keepdim=True)

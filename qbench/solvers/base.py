@@ -1,0 +1,58 @@
+"""How the codes of a weight are chosen, given its format."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from qbench.formats.base import Format, QuantizedTensor
+from qbench.registry import Registry
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Solution:
+    """A solved weight and what the report should say of how it went."""
+
+    quantized: QuantizedTensor
+    damping: float | None = None  # the share of the Hessian's mean diagonal that was added, where one was used
+    dead_columns: int = 0  # input columns no calibration token ever excited
+    fallback: str | None = None  # why plain rounding was used instead, when it was
+
+
+class Solver(ABC):
+    """Base of every solver. Subclasses are frozen dataclasses whose fields are plain YAML values."""
+
+    name: ClassVar[str]
+    uses_hessian: ClassVar[bool]  # needs calibration statistics, taken after earlier linears were quantized
+
+    @abstractmethod
+    def solve(self, weight: torch.Tensor, format: Format, hessian: torch.Tensor | None) -> Solution:
+        """Codes for a float32 `weight` ``[out, in]``.
+
+        `hessian` is ``[in, in]`` float32, the mean of ``x x^T`` over calibration tokens; None unless `uses_hessian`.
+        """
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for YAML and JSON: ``{"name": ..., **fields}``."""
+        return {"name": self.name, **asdict(self)}  # type: ignore[call-overload]
+
+
+SOLVERS = Registry(
+    "solver",
+    {
+        "nearest": "qbench.solvers.nearest:Nearest",
+        "gptq": "qbench.solvers.gptq:GPTQ",
+    },
+)
+
+
+def solver_from_dict(fields: dict[str, Any]) -> Solver:
+    """The inverse of `Solver.to_dict`. Raises `QbenchError` on an unknown name, key or value."""
+    from qbench.formats.parse import build
+
+    solver: Solver = build(SOLVERS, fields)
+    return solver
