@@ -28,7 +28,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     "nf4": {
         "description": "4-bit codebook of normal quantiles, one absmax per 64 weights",
-        "format": {"name": "nf4", "block_columns": 64},
+        "format": {"name": "nf4", "group_size": 64},
         "solver": {"name": "nearest"},
     },
     "fp8": {

@@ -12,9 +12,18 @@ from collections.abc import Iterable
 from dataclasses import asdict, is_dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from qbench.errors import QbenchError
 from qbench.formats.base import FORMATS
@@ -23,17 +32,26 @@ from qbench.presets import PRESETS
 from qbench.registry import Registry, nearest
 from qbench.scheme import Scheme
 from qbench.solvers.base import SOLVERS
-from qbench.yaml_tree import Tree, read_extended, set_value
+from qbench.yaml_tree import read_extended, set_value
 
 Count = Annotated[int, Field(ge=1, strict=True)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$", max_length=80)]
 Overrides = dict[str, Any]
 
 
+def _not_reference(name: str) -> str:
+    if name.lower() == "reference":
+        raise ValueError("the name is reserved for the uncompressed model, which is always measured")
+    return name
+
+
+VariantName = Annotated[Name, AfterValidator(_not_reference)]
+
+
 class Section(BaseModel):
     """A part of a recipe: unknown keys are refused, values are not changed once read."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
 
 class Model(Section):
@@ -53,26 +71,34 @@ class Model(Section):
 
 
 class Rows(Section):
-    """Token rows cut from a data set."""
+    """Token rows cut from a text."""
 
-    data: str = Field(default="wiki-paragraphs", description="Name of a set in calib_data/, or a text or JSONL file.")
-    split: str = Field(description="Part of the set.")
-    rows: Count = Field(description="Number of rows.")
+    data: str = Field(default="wiki-paragraphs", description="A set in calib_data/ by name, or a .txt or .jsonl file.")
+    split: str | None = Field(default=None, description="Part of a named set; a file has none.")
+    rows: Count = Field(default=32, description="Number of rows.")
     seq_len: Annotated[int, Field(ge=2, strict=True)] = Field(default=512, description="Tokens a row.")
+
+    default_split: ClassVar[str]
+
+    @field_validator("split", mode="after")
+    @classmethod
+    def _default_split(cls, split: str | None, info: ValidationInfo) -> str | None:
+        named = not str(info.data.get("data")).endswith((".txt", ".jsonl"))
+        return cls.default_split if split is None and named else split
 
 
 class Calibration(Rows):
     """The rows from which activation statistics are collected."""
 
-    split: str = "calibration"
-    rows: Count = 32
+    default_split: ClassVar[str] = "calibration"
 
 
 class Evaluate(Rows):
     """Quality, measured on rows that calibration has not seen."""
 
-    split: str = "held-out"
-    rows: Count = 16
+    default_split: ClassVar[str] = "held-out"
+
+    rows: Count = Field(default=16, description="Number of rows.")
     metrics: list[Literal["perplexity", "divergence"]] = Field(
         default=["perplexity", "divergence"],
         min_length=1,
@@ -150,19 +176,25 @@ class Variant(Section):
             _build(info.field_name or "", info.data["preset"], overrides)
         return overrides
 
-    @model_validator(mode="after")
-    def _rules_build(self) -> Variant:
+    @field_validator("rules")
+    @classmethod
+    def _rules_build(cls, rules: list[Rule], info: ValidationInfo) -> list[Rule]:
         wrong = []
-        if self.preset is None and "name" not in self.format:
-            wrong.append(f"needs a preset or a format with a name. Presets: {', '.join(PRESETS)}")
-        for index, rule in enumerate(self.rules):
+        for index, rule in enumerate(rules):
             for axis in ("format", "solver"):
-                try:
-                    _build(axis, self.preset, getattr(self, axis), getattr(rule, axis))
-                except ValueError as error:
-                    wrong.append(f"rules[{index}].{axis}: {error}")
+                if {"preset", axis} <= info.data.keys():  # absent when it was itself refused
+                    try:
+                        _build(axis, info.data["preset"], info.data[axis], getattr(rule, axis))
+                    except ValueError as error:
+                        wrong.append(f"[{index}].{axis}: {error}")
         if wrong:
             raise ValueError("; ".join(wrong))
+        return rules
+
+    @model_validator(mode="after")
+    def _has_a_format(self) -> Variant:
+        if self.preset is None and "name" not in self.format:
+            raise ValueError(f"needs a preset or a format with a name. Presets: {', '.join(PRESETS)}")
         return self
 
     @cached_property
@@ -187,7 +219,7 @@ class Recipe(Section):
     seed: int = Field(default=0, strict=True, ge=0, description="Of everything that draws.")
     model: Model
     calibration: Calibration = Calibration()
-    variants: dict[Name, Variant] = Field(
+    variants: dict[VariantName, Variant] = Field(
         min_length=1, description="By name. The uncompressed reference is always measured and is not listed."
     )
     evaluate: Evaluate | None = Field(default=Evaluate(), description="null: quality is not measured.")
@@ -195,13 +227,11 @@ class Recipe(Section):
 
     @field_validator("variants")
     @classmethod
-    def _names_are_free(cls, variants: dict[str, Variant]) -> dict[str, Variant]:
-        folded: dict[str, str] = {"reference": "reference"}
+    def _names_differ_in_more_than_case(cls, variants: dict[str, Variant]) -> dict[str, Variant]:
+        folded: dict[str, str] = {}
         for name in variants:
             if name.lower() in folded:
-                other = folded[name.lower()]
-                reserved = "is reserved for the uncompressed model" if other == "reference" else f"is {other!r} again"
-                raise ValueError(f"the name {name!r} {reserved}; choose another")
+                raise ValueError(f"{folded[name.lower()]} and {name} would share a folder on some file systems")
             folded[name.lower()] = name
         return variants
 
@@ -237,10 +267,8 @@ def _build(axis: str, preset: str | None, *layers: Overrides) -> Any:
     A layer that names another format than the one below it starts afresh. Raises ValueError with the reason.
     """
     registry: Registry = {"format": FORMATS, "solver": SOLVERS}[axis]
-    if preset is not None:
-        fields = dict(PRESETS[preset][axis])
-    else:
-        fields = {"name": "nearest"} if axis == "solver" else {}
+    start = PRESETS[preset] if preset is not None else {"format": {}, "solver": {"name": "nearest"}}
+    fields: Overrides = dict(start[axis])
     for layer in layers:
         afresh = "name" in layer and layer["name"] != fields.get("name")
         fields = dict(layer) if afresh else {**fields, **layer}
@@ -252,7 +280,7 @@ def _build(axis: str, preset: str | None, *layers: Overrides) -> Any:
         raise ValueError(str(error)) from error
     for key in (key for layer in layers for key in layer):
         if key in fields and getattr(built, key) != fields[key]:
-            raise ValueError(f"{key}: {fields[key]} has no effect on {built}")
+            raise ValueError(f"{axis} {built.name}: {key} {fields[key]} has no effect beside the other fields: {built}")
     return built
 
 

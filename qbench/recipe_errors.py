@@ -10,7 +10,8 @@ from pydantic import BaseModel, ValidationError
 from qbench.registry import nearest
 from qbench.yaml_tree import KeyPath, Tree, path_text
 
-_SHORT = reprlib.Repr(maxstring=60, maxother=60, maxlist=8, maxdict=8)
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = 60
 
 
 def explain(error: ValidationError, schema: type[BaseModel], tree: Tree, file: str) -> str:
@@ -33,13 +34,12 @@ def _explain_one(details: Any, schema: type[BaseModel], tree: Tree) -> str:
     if kind == "value_error":
         return f"{where}: {str(details['ctx']['error']).rstrip('.')}."
     if kind == "string_pattern_mismatch":
-        return f"{where}: found {found}; allowed: {details['ctx']['pattern']}."
+        return f"{where}: found {found}; allowed: text like {details['ctx']['pattern']}."
     if kind == "literal_error":
         return f"{where}: found {found}; allowed: {details['ctx']['expected']}."
     if kind in ("model_type", "dict_type"):
         return f"{where}: found {found}; expected a mapping of keys to values."
-    allowed = details["msg"].removeprefix("Input should be ")
-    return f"{where}: found {found}; expected {allowed}."
+    return f"{where}: found {found}; must {details['msg'].removeprefix('Input should ')}."
 
 
 def _model_at(schema: type[BaseModel], path: KeyPath) -> type[BaseModel]:

@@ -63,7 +63,7 @@ def _walk(
     repeated: list[str],
     seen: set[int],
 ) -> None:
-    """Records each value's place and each key written twice; a node reached again through an alias is not re-entered."""
+    """Records each value's place and each key written twice; what an alias repeats is seen once."""
     if node is None or id(node) in seen:
         return
     seen.add(id(node))
