@@ -48,7 +48,8 @@ def _kind_of_folder(folder: Path) -> str:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else None
         if method != "gptq":
             raise QbenchError(
-                f"{folder / 'config.json'}: quant_method {method!r} cannot be read. Known: gptq, or no quantization_config."
+                f"{folder / 'config.json'}: quant_method {method!r} cannot be read; known: gptq. A model that is not "
+                "quantized has no quantization_config."
             )
         return "gptq"
     if any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names):
