@@ -1,0 +1,44 @@
+# qbench: `make help` lists what can be done.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+RUN := runs/quickstart
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check fix schema wheel clean
+
+help: ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+
+# One environment, made again only when what it is made from changes.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("qbench needs Python 3.11 or newer, found " + sys.version.split()[0]) if sys.version_info < (3, 11) else None'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,oracles]'
+	@touch $@
+
+demo: $(VENV)/.installed ## install, fetch the default model and its data, run recipes/quickstart.yaml
+	$(BIN)/qbench run recipes/quickstart.yaml --out $(RUN)
+
+test: $(VENV)/.installed ## run all tests
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.installed ## lint, format check and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+fix: $(VENV)/.installed ## let ruff mend what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+schema: $(VENV)/.installed ## write recipes/schema.json from the recipe model
+	$(BIN)/python -m qbench.recipe
+
+wheel: $(VENV)/.installed ## build the wheel into dist/
+	$(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir dist .
+
+clean: ## remove the environment, builds and runs
+	rm -rf $(VENV) dist build runs
