@@ -17,7 +17,7 @@ from torch import nn
 
 from qbench.calibration.hessian import InputStatistics, relative_output_error
 from qbench.compress.progress_state import ProgressState
-from qbench.compress.skeleton import BlockCall, Skeleton, _Stop
+from qbench.compress.skeleton import BlockCall, PassEnded, Skeleton
 from qbench.errors import QbenchError
 from qbench.formats.base import QuantizedTensor
 from qbench.models.compressed import CompressedModel, CompressedWriter
@@ -178,13 +178,13 @@ class _Block:
             def note(_: nn.Module, args: Any, statistics: InputStatistics = statistics, last: bool = last) -> None:
                 statistics.add(args[0])
                 if last:
-                    raise _Stop
+                    raise PassEnded
 
             hooks.append(leader.register_forward_pre_hook(note))
         for batch, call in zip(hidden, self.calls, strict=True):
             try:
                 self.skeleton.run_block(self.block, batch, call)
-            except _Stop:
+            except PassEnded:
                 pass
         for hook in hooks:
             hook.remove()

@@ -6,7 +6,6 @@ The hidden states are stored, not recomputed: a recomputed chain of quantized bl
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -66,5 +65,5 @@ class ProgressState:
         shutil.rmtree(self._progress)
         if folder.exists():
             shutil.rmtree(folder)
-        os.replace(self.folder, folder)
+        self.folder.replace(folder)
         return folder

@@ -15,7 +15,7 @@ from qbench.formats.base import QuantizedTensor
 from qbench.models.source import ModelSource
 
 
-class _Stop(Exception):
+class PassEnded(Exception):
     """Ends a forward pass as soon as what was wanted of it is there."""
 
 
@@ -119,7 +119,7 @@ class Skeleton:
     def _run(self, ids: torch.Tensor) -> None:
         try:
             self.model(input_ids=ids.to(self.device), use_cache=False)
-        except _Stop:
+        except PassEnded:
             pass
 
     @contextmanager
@@ -173,17 +173,18 @@ class _Recorder(nn.Module):
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         self._seen.append((hidden, BlockCall(args, kwargs)))
         if self._stop:
-            raise _Stop
+            raise PassEnded
         return hidden if self._result is None else self._result
 
 
 def _stop_with(seen: list[torch.Tensor], value: torch.Tensor) -> None:
     seen.append(value)
-    raise _Stop
+    raise PassEnded
 
 
 def _name_of(model: nn.Module, module: nn.Module) -> str:
-    return next(name for name, candidate in model.named_modules() if candidate is module)
+    found: str = next(name for name, candidate in model.named_modules() if candidate is module)
+    return found
 
 
 def _find_blocks(model: nn.Module, config: Any) -> tuple[str, nn.ModuleList]:

@@ -128,4 +128,5 @@ def format_from_dict(fields: dict[str, Any]) -> Format:
     """The inverse of `Format.to_dict`. Raises `QbenchError` on an unknown name, key or value."""
     from qbench.formats.parse import build
 
-    return build(FORMATS, fields)
+    format: Format = build(FORMATS, fields)
+    return format

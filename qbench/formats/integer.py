@@ -51,12 +51,12 @@ class Integer(Format):
 
     @property
     def max_code(self) -> int:
-        return 2**self.bits - 1
+        return (1 << self.bits) - 1
 
     @property
     def middle(self) -> int:
         """The code that stands for zero in the symmetric case."""
-        return int(2 ** (self.bits - 1))
+        return 1 << (self.bits - 1)
 
     def block_size(self, in_features: int) -> int:
         return self.group_size if self.group_size is not None else in_features
@@ -94,7 +94,7 @@ class Integer(Format):
     def unpack(self, parts: Params, shape: tuple[int, int]) -> tuple[torch.Tensor, Params]:
         from qbench.formats.bitpack import unpack_bits
 
-        params = {k: parts[k].float() for k in ("scale", "zero_point") if k in parts}
+        params = {k: v.float() for k, v in parts.items() if k in ("scale", "zero_point")}
         return unpack_bits(parts["codes"], self.bits, shape[1]), params
 
     def _absmax(self, columns: torch.Tensor) -> torch.Tensor:
@@ -109,11 +109,11 @@ class Integer(Format):
         return low, high
 
     def _stored(self, scale: torch.Tensor) -> torch.Tensor:
-        """`scale` as it will be read back; a block of zeros, or one too small for the dtype, gets 1 (all codes zero)."""
+        """`scale` as it will be read back; a block of zeros, or too small for the dtype, gets 1: all codes zero."""
         rounded = scale.to(getattr(torch, self.scale_dtype)).float()
         if not bool(torch.isfinite(rounded).all()):
             found = float(scale.max())
             raise QbenchError(
-                f"format int: a scale of {found:.6g} does not fit {self.scale_dtype} (NaN, infinite or too large a weight)."
+                f"format int: a scale of {found:.6g} does not fit {self.scale_dtype} (a NaN, infinite or huge weight)."
             )
         return torch.where(rounded == 0, torch.ones_like(rounded), rounded)

@@ -27,7 +27,7 @@ def build(registry: Registry, mapping: dict[str, Any]) -> Any:
             raise QbenchError(f"{registry.kind} {name}: unknown field {key!r}. {nearest(key, known)}")
         if not _fits(value, hints[key]):
             raise QbenchError(f"{registry.kind} {name}: {key} is {value!r}; allowed: {_describe(hints[key])}.")
-    return cls(**given)
+    return registry.get(name)(**given)
 
 
 def _type_names() -> dict[str, Any]:

@@ -103,7 +103,7 @@ class _Groups:
         columns = range(width) if order is None or self.refit else order.tolist()
         self.group_of = [column // self.size for column in columns]  # by position in the order of solving
         if not self.refit:
-            self.fitted = [format.fit(part) for part in weight.split(self.size, 1)]
+            self.fitted = [format.fit(part) for part in torch.split(weight, self.size, 1)]
 
     def at(self, position: int, upcoming: torch.Tensor) -> Params:
         """Parameters of the column at `position`; `upcoming` ``[out, n]`` are the weights from there on."""
