@@ -1,6 +1,6 @@
 """Recipes: what to compress, how, and what to measure, checked whole before anything is loaded.
 
-`load_recipe` reads a file, `Recipe.resolve` turns a variant into one `Scheme` a module, `stage_key` names a stage's
+`load_recipe` reads a file, `qbench.resolve` turns a variant into one `Scheme` a module, `stage_key` names a stage's
 content. ``python -m qbench.recipe`` writes the JSON Schema that editors use.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import asdict, is_dataclass
 from functools import cached_property
@@ -26,6 +27,7 @@ from pydantic import (
 )
 
 from qbench.errors import QbenchError
+from qbench.export.layouts import LAYOUTS
 from qbench.formats.base import FORMATS
 from qbench.formats.parse import build
 from qbench.presets import PRESETS
@@ -37,6 +39,18 @@ from qbench.yaml_tree import read_extended, set_value
 Count = Annotated[int, Field(ge=1, strict=True)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$", max_length=80)]
 Overrides = dict[str, Any]
+
+
+def _compiles(pattern: str) -> str:
+    if pattern.startswith("re:"):
+        try:
+            re.compile(pattern[3:])
+        except re.error as error:
+            raise ValueError(f"{pattern!r} is not a valid regular expression: {error}") from error
+    return pattern
+
+
+Pattern = Annotated[str, Field(min_length=1), AfterValidator(_compiles)]
 
 
 def _not_reference(name: str) -> str:
@@ -118,10 +132,20 @@ class Benchmark(Section):
 class Export(Section):
     """One layout a variant is written in; it is read back and compared before the run calls it done."""
 
-    layout: Literal["gptq", "gguf"] = Field(description="gptq: a folder for transformers and vLLM; gguf: llama.cpp.")
+    layout: str = Field(
+        description="gptq: a folder for transformers and vLLM; gguf: a file for llama.cpp.",
+        json_schema_extra={"enum": LAYOUTS.names()},
+    )
     type: Literal["auto", "f16", "q8_0", "q4_0", "q4_1"] | None = Field(
         default=None, description="GGUF only: the tensor type; auto (the default) keeps the variant's own codes."
     )
+
+    @field_validator("layout")
+    @classmethod
+    def _layout_exists(cls, layout: str) -> str:
+        if layout not in LAYOUTS:
+            raise ValueError(f"unknown layout {layout!r}. {nearest(layout, LAYOUTS.names())}")
+        return layout
 
     @model_validator(mode="after")
     def _type_is_ggufs(self) -> Export:
@@ -141,8 +165,7 @@ def _solver_field(purpose: str) -> Any:
 class Rule(Section):
     """Another scheme for the modules that a pattern names. The last rule that matches a module wins."""
 
-    match: str = Field(
-        min_length=1,
+    match: Pattern = Field(
         description="Whole dotted segments of a module name (layers.1 is not layers.10), or re: and a regular "
         "expression. It must match something.",
     )
@@ -158,7 +181,9 @@ class Variant(Section):
     )
     format: Overrides = _format_field("How weights are stored: fields over the preset's, or a whole format by name.")
     solver: Overrides = _solver_field("How codes are chosen: fields over the preset's, or a whole solver by name.")
-    ignore: list[str] = Field(default=[], description="More modules to leave as they are (a warning if none match).")
+    ignore: list[Pattern] = Field(
+        default=[], description="More modules to leave as they are (a warning if none match)."
+    )
     rules: list[Rule] = Field(default=[], description="Other schemes for some modules; the last match wins.")
     export: list[Export] = Field(default=[], description="Layouts to write the result in.")
 
@@ -235,30 +260,17 @@ class Recipe(Section):
             folded[name.lower()] = name
         return variants
 
+    def chosen(self, only: Iterable[str] | None) -> list[str]:
+        """The variants that `only` names, in the recipe's order; all when it is empty. `QbenchError` on an unknown one."""
+        wanted = set(only or self.variants)
+        for name in wanted - self.variants.keys():
+            raise QbenchError(f"{self.name}: no variant {name!r}. {nearest(name, self.variants)}")
+        return [name for name in self.variants if name in wanted]
+
     @property
     def hash(self) -> str:
         """Identifies everything the recipe says."""
         return stage_key(self)
-
-    def resolve(self, variant: str, modules: Iterable[str], compressible: Iterable[str]) -> dict[str, Scheme]:
-        """One scheme for each module of `modules` that `variant` compresses; the others are absent.
-
-        `compressible` are those compressed by default. `ignore` takes from them; a rule may name any module and
-        wins over both; the last matching rule decides.
-        """
-        from qbench.models.structure import match
-
-        chosen = self.variants[variant]
-        default = set(compressible)
-        by_rule = {index: chosen.scheme_of(rule) for index, rule in enumerate(chosen.rules)}
-        schemes: dict[str, Scheme] = {}
-        for module in modules:
-            matching = [index for index, rule in enumerate(chosen.rules) if match(rule.match, module)]
-            if matching:
-                schemes[module] = by_rule[matching[-1]]
-            elif module in default and not any(match(pattern, module) for pattern in chosen.ignore):
-                schemes[module] = chosen.scheme
-        return schemes
 
 
 def _build(axis: str, preset: str | None, *layers: Overrides) -> Any:

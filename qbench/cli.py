@@ -1,0 +1,24 @@
+"""The command line. Each command's arguments and help are in `qbench.commands`."""
+
+from __future__ import annotations
+
+import typer
+
+from qbench.commands import doctor, generate, inspect, methods, models, report, run, validate
+
+app = typer.Typer(
+    name="qbench",
+    help="Compress a language model several ways and compare quality, speed and size.",
+    epilog="Start with: qbench run recipes/quickstart.yaml",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+)
+for module in (run, validate, methods, inspect, models, doctor, generate, report):
+    app.command(module.__name__.rpartition(".")[2])(module.command)
+
+
+def main() -> None:
+    """The `qbench` command."""
+    app()

@@ -1,0 +1,81 @@
+"""`qbench methods`: what a recipe can name."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any, get_args, get_type_hints
+
+from rich.table import Table
+
+from qbench.commands.common import Json, guarded, print_json, words
+
+BITS_FOR_WIDTH = 4096  # input columns of the layer for which bits per weight are told
+
+
+@guarded
+def command(as_json: Json = False) -> None:
+    """Lists presets, formats, solvers and export layouts.
+
+    A preset is a format and a solver with every field filled in; a recipe may change any of them.
+
+    Examples:
+
+        qbench methods
+
+        qbench methods --json
+    """
+    found = known_methods()
+    if as_json:
+        print_json(found)
+        return
+    out = words(as_json)
+    presets = Table("preset", "bits a weight", "format", "solver", "what", title="Presets")
+    for name, preset in found["presets"].items():
+        bits = f"{preset['bits_per_weight']:.2f}"
+        presets.add_row(name, bits, _fields(preset["format"]), _fields(preset["solver"]), preset["description"])
+    out.print(presets)
+    for kind in ("formats", "solvers", "layouts"):
+        table = Table("name", "fields", "what", title=kind.capitalize())
+        for name, entry in found[kind].items():
+            options = "\n".join(f"{key}: {value}" for key, value in entry["fields"].items())
+            table.add_row(name, options, entry["description"])
+        out.print(table)
+
+
+def known_methods() -> dict[str, dict[str, Any]]:
+    """Presets, formats, solvers and layouts by name, as plain values."""
+    from qbench.export.layouts import LAYOUTS
+    from qbench.formats.base import FORMATS, format_from_dict
+    from qbench.formats.size import stored_bytes
+    from qbench.presets import PRESETS
+    from qbench.solvers.base import SOLVERS
+
+    presets = {}
+    for name, preset in PRESETS.items():
+        nbytes = stored_bytes(format_from_dict(preset["format"]), (BITS_FOR_WIDTH, BITS_FOR_WIDTH))
+        presets[name] = {**preset, "bits_per_weight": round(8 * nbytes / BITS_FOR_WIDTH**2, 4)}
+    return {
+        "presets": presets,
+        "formats": {name: _described(FORMATS.get(name)) for name in FORMATS.names()},
+        "solvers": {name: _described(SOLVERS.get(name)) for name in SOLVERS.names()},
+        "layouts": {name: {"description": _first_line(LAYOUTS.get(name)), "fields": {}} for name in LAYOUTS.names()},
+    }
+
+
+def _described(cls: Any) -> dict[str, Any]:
+    hints = get_type_hints(cls, localns={"torch": Any})
+    allowed = {field.name: _allowed(hints[field.name], field.default) for field in fields(cls)}
+    return {"description": _first_line(cls), "fields": allowed}
+
+
+def _first_line(documented: Any) -> str:
+    return (documented.__doc__ or "").partition("\n")[0]
+
+
+def _allowed(hint: Any, default: Any) -> str:
+    options = [str(option) for option in get_args(hint) if isinstance(option, str)]
+    return f"{' | '.join(options)} [{default}]" if options else f"[{default}]"
+
+
+def _fields(mapping: dict[str, Any]) -> str:
+    return ", ".join(str(v) if k == "name" else f"{k} {v}" for k, v in mapping.items())

@@ -1,0 +1,155 @@
+"""How much memory, disk and time a run will take, from the model's header alone.
+
+Memory and disk follow from the shapes. Time is floating-point operations over the machine's own speed at a matrix
+product, measured for a few milliseconds, times how much of that speed each stage was seen to reach (`EFFICIENCY`).
+Expect it within a factor of two.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from qbench.formats.size import stored_bytes
+from qbench.models.source import ModelSource, TensorInfo
+from qbench.models.structure import layer_index
+from qbench.recipe import Recipe
+from qbench.resolve import module_shapes
+from qbench.scheme import Scheme
+
+PROCESS_BYTES = 600 * 2**20  # the interpreter with torch and transformers
+BATCH_TOKENS = 4096  # of calibration and scoring, taken at once
+FLOAT32 = 4
+STORED = {"F32": 4, "F16": 2, "BF16": 2}  # anything else is decoded to float32 when it is loaded
+# Share of the matrix-product speed, on two cores with a 135M model.
+EFFICIENCY = {"forward": 0.5, "solve": 0.04, "decode": 0.06}
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What one variant (or the reference) takes."""
+
+    weight_bytes: int  # all its weights, as stored and as held while running
+    bits_per_weight: float  # of the compressed modules; of all weights for the reference
+    compress_memory: int  # peak while compressing; 0 for the reference
+    run_memory: int  # peak while measuring
+    disk: int  # compressed model and exports
+    seconds: float
+
+
+def machine_speed() -> float:
+    """Float32 operations a second of a matrix product on this machine, the best of a few short tries."""
+    import torch
+
+    n = 512
+    a, b = torch.ones(n, n), torch.ones(n, n)
+    best = math.inf
+    for _ in range(4):
+        start = time.perf_counter()
+        torch.mm(a, b)
+        best = min(best, time.perf_counter() - start)
+    return 2 * n**3 / best
+
+
+def count(info: TensorInfo) -> int:
+    """Number of values in a tensor."""
+    return math.prod(info.shape)
+
+
+def float_bytes(info: TensorInfo) -> int:
+    """Bytes of a tensor once loaded as floats."""
+    return count(info) * STORED.get(info.dtype, FLOAT32)
+
+
+class Estimator:
+    """Estimates for the variants of `recipe` on `source`, at `speed` operations a second."""
+
+    def __init__(self, recipe: Recipe, source: ModelSource, speed: float) -> None:
+        self.recipe, self.source, self.speed = recipe, source, speed
+        self.shapes = module_shapes(source)
+        self.parameters = sum(map(count, source.tensors.values()))
+
+    def variant(self, schemes: Mapping[str, Scheme], num_exports: int) -> Estimate:
+        """A variant with these schemes, written in `num_exports` layouts besides its own."""
+        compressed = {name: stored_bytes(scheme.format, self.shapes[name]) for name, scheme in schemes.items()}
+        plain = sum(
+            float_bytes(info)
+            for name, info in self.source.tensors.items()
+            if name.removesuffix(".weight") not in compressed
+        )
+        weights = sum(math.prod(self.shapes[name]) for name in compressed)
+        total = plain + sum(compressed.values())
+        hidden = self._calibration_tokens() * self.source.config["hidden_size"] * FLOAT32
+        return Estimate(
+            weight_bytes=total,
+            bits_per_weight=8 * sum(compressed.values()) / weights if weights else 0.0,
+            compress_memory=self._compress_memory(schemes, hidden),
+            run_memory=self._run_memory(total),
+            disk=total * (1 + num_exports) + hidden,
+            seconds=self._compress_seconds(schemes) + self._measure_seconds(),
+        )
+
+    def reference(self) -> Estimate:
+        """The uncompressed model."""
+        total = sum(map(float_bytes, self.source.tensors.values()))
+        memory = self._run_memory(total)
+        return Estimate(total, 8 * total / self.parameters, 0, memory, 0, self._measure_seconds())
+
+    def _calibration_tokens(self) -> int:
+        return self.recipe.calibration.rows * self.recipe.calibration.seq_len
+
+    def _compress_memory(self, schemes: Mapping[str, Scheme], hidden: int) -> int:
+        """The largest block twice (as it was and as it is stored), the largest Hessian with its factors, the hidden
+        states of all rows, and one batch's activations."""
+        blocks: dict[int | None, int] = {}
+        for name, info in self.source.tensors.items():
+            index = layer_index(name)
+            blocks[index] = blocks.get(index, 0) + count(info) * FLOAT32
+        outside = blocks.pop(None, 0)
+        widest = max((self.shapes[name][1] for name in schemes), default=0)
+        hessians = (4 if any(s.solver.uses_hessian for s in schemes.values()) else 1) * widest**2 * FLOAT32
+        batch = min(BATCH_TOKENS, self._calibration_tokens())
+        inner = self.source.config["intermediate_size"] + self.source.config["hidden_size"]
+        activations = 3 * batch * inner * FLOAT32
+        head = outside if "lm_head" in schemes else outside // 2
+        return PROCESS_BYTES + 2 * max(blocks.values(), default=0) + head + hessians + 2 * hidden + activations
+
+    def _run_memory(self, weights: int) -> int:
+        """Weights, the cache of the longest requests at the highest concurrency, and one batch's logits."""
+        config, benchmark = self.source.config, self.recipe.benchmark
+        tokens = BATCH_TOKENS
+        if benchmark is not None:
+            tokens = max(tokens, max(benchmark.concurrency) * (benchmark.prompt_tokens + benchmark.output_tokens))
+        heads = config["num_attention_heads"]
+        width = config.get("head_dim") or config["hidden_size"] // heads
+        per_token = 2 * config["num_hidden_layers"] * (config.get("num_key_value_heads") or heads) * width * FLOAT32
+        logits = 2 * 512 * config["vocab_size"] * FLOAT32
+        return PROCESS_BYTES + weights + tokens * int(per_token) + int(logits)
+
+    def _compress_seconds(self, schemes: Mapping[str, Scheme]) -> float:
+        solved = [self.shapes[name] for name, scheme in schemes.items() if scheme.solver.uses_hessian]
+        tokens = self._calibration_tokens() if solved else min(BATCH_TOKENS, self._calibration_tokens())
+        inside = sum(count(info) for name, info in self.source.tensors.items() if layer_index(name) is not None)
+        passes = 3.5 if solved else 2  # a block's forward passes: one partial pass a group of linears, then the output
+        products = tokens * sum(2 * shape[1] ** 2 for shape in self.shapes.values()) / 2  # many share their input
+        forward = 2 * tokens * inside * passes + products
+        solve = sum(2 * rows * width**2 + 4 * width**3 for rows, width in solved)
+        return self._seconds(forward, "forward") + self._seconds(solve, "solve")
+
+    def _measure_seconds(self) -> float:
+        """Scoring the evaluation rows, then the requests at each concurrency, decode steps shared by a batch."""
+        operations = 2 * (self.parameters + math.prod(self.shapes["lm_head"]))
+        seconds = 0.0
+        if (evaluate := self.recipe.evaluate) is not None:
+            seconds += self._seconds(operations * evaluate.rows * evaluate.seq_len, "forward")
+        if (benchmark := self.recipe.benchmark) is not None:
+            for concurrency in benchmark.concurrency:
+                steps = benchmark.output_tokens * benchmark.requests / min(concurrency, benchmark.requests)
+                seconds += self._seconds(operations * benchmark.prompt_tokens * benchmark.requests, "forward")
+                seconds += self._seconds(operations * steps, "decode")
+        return seconds
+
+    def _seconds(self, operations: float, stage: str) -> float:
+        return operations / (self.speed * EFFICIENCY[stage])

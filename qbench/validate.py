@@ -1,0 +1,209 @@
+"""Checking a recipe against its model before anything long starts: only the model's header is read."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from qbench.calibration.data import check_data
+from qbench.errors import QbenchError
+from qbench.estimate import Estimate, Estimator, machine_speed
+from qbench.export.layouts import CHECKS
+from qbench.models.source import ModelSource
+from qbench.models.structure import match
+from qbench.recipe import Recipe, Rows, Variant
+from qbench.registry import nearest
+from qbench.resolve import module_shapes, resolve
+from qbench.scheme import Scheme
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A recipe that may run: what each variant does to which module, what it will take, and what to know first."""
+
+    recipe: Recipe
+    schemes: dict[str, dict[str, Scheme]]  # variant -> module -> scheme
+    estimates: dict[str, Estimate]  # the reference first
+    warnings: list[str]
+
+    @property
+    def memory(self) -> int:
+        """Peak bytes: one variant is held at a time."""
+        return max(max(e.compress_memory, e.run_memory) for e in self.estimates.values())
+
+    @property
+    def disk(self) -> int:
+        """Bytes of everything the run writes."""
+        return sum(estimate.disk for estimate in self.estimates.values())
+
+    @property
+    def seconds(self) -> float:
+        return sum(estimate.seconds for estimate in self.estimates.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {
+            "recipe": self.recipe.name,
+            "recipe_hash": self.recipe.hash,
+            "memory_bytes": self.memory,
+            "disk_bytes": self.disk,
+            "seconds": round(self.seconds, 1),
+            "warnings": self.warnings,
+            "variants": {
+                name: {"modules": len(self.schemes.get(name, {})), **asdict(estimate)}
+                for name, estimate in self.estimates.items()
+            },
+        }
+
+    def print(self, console: Console) -> None:
+        """The table, the totals and the warnings."""
+        table = Table(title=f"Plan of {self.recipe.name}")
+        table.add_column("variant", overflow="fold")
+        for heading in ("modules", "bits", "weights", "memory", "disk", "time"):
+            table.add_column(heading, justify="right", no_wrap=True)
+        for name, estimate in self.estimates.items():
+            memory = max(estimate.compress_memory, estimate.run_memory)
+            sizes = (f"{nbytes / GIB:.2f} GiB" for nbytes in (estimate.weight_bytes, memory, estimate.disk))
+            bits = f"{estimate.bits_per_weight:.2f}"
+            table.add_row(name, str(len(self.schemes.get(name, {}))), bits, *sizes, _duration(estimate.seconds))
+        console.print(table)
+        console.print(f"In all about {self.memory / GIB:.2f} GiB of memory, {self.disk / GIB:.2f} GiB on disk, "
+                      f"{_duration(self.seconds)}.")  # fmt: skip
+        for warning in self.warnings:
+            console.print(f"Warning: {warning}", style="yellow", markup=False, soft_wrap=True)
+
+
+def check(recipe: Recipe, source: ModelSource, *, out: Path | None = None, only: Iterable[str] | None = None) -> Plan:
+    """Everything that can be known of a run before it starts.
+
+    `out` is where the run will write (here, if not given), `only` the variants it will make (all). Raises one
+    `QbenchError` that lists whatever makes the recipe impossible on this model and machine.
+    """
+    wrong, warnings = _check_model(recipe, source)
+    schemes: dict[str, dict[str, Scheme]] = {}
+    for name in recipe.chosen(only):
+        variant = recipe.variants[name]
+        unmatched, ignored = _check_patterns(name, variant, source)
+        wrong += unmatched
+        warnings += ignored
+        schemes[name] = resolve(variant, source)
+        if not schemes[name] and not unmatched:
+            wrong.append(f"variants.{name}: every module is ignored; nothing would be compressed.")
+        wrong += _check_exports(name, variant, schemes[name], source)
+    if not wrong:
+        estimator = Estimator(recipe, source, machine_speed())
+        estimates = {"reference": estimator.reference()}
+        for name, found in schemes.items():
+            estimates[name] = estimator.variant(found, len(recipe.variants[name].export))
+        plan = Plan(recipe, schemes, estimates, warnings)
+        wrong = _check_machine(plan, out or Path.cwd())
+    if wrong:
+        raise QbenchError("\n".join([f"{recipe.name}: cannot run on {source.location}", *(f"  {w}" for w in wrong)]))
+    return plan
+
+
+def _check_model(recipe: Recipe, source: ModelSource) -> tuple[list[str], list[str]]:
+    wrong, warnings = [], []
+    if recipe.model.off_grid:
+        from qbench.models.offgrid import OffGrid
+
+        try:
+            OffGrid(source, recipe.seed)
+        except QbenchError as error:
+            wrong.append(f"model.{error}")
+        if source.grid is None:
+            warnings.append("model.off_grid: the source was not dequantized from a grid; permuting changes nothing.")
+    elif source.grid is not None:
+        warnings.append(
+            f"The source's weights lie on the {source.grid} grid, which flatters formats like it; "
+            "set model.off_grid to compare formats fairly."
+        )
+    limit = source.config.get("max_position_embeddings")
+    sections: list[tuple[str, Rows]] = [("calibration", recipe.calibration)]
+    if recipe.evaluate is not None:
+        sections.append(("evaluate", recipe.evaluate))
+    for name, rows in sections:
+        if limit is not None and rows.seq_len > limit:
+            wrong.append(f"{name}.seq_len is {rows.seq_len}; the model's positions end at {limit}.")
+        try:
+            check_data(rows.data, rows.split)
+        except QbenchError as error:
+            wrong.append(f"{name}: {error}")
+    if (benchmark := recipe.benchmark) is not None and limit is not None:
+        length = benchmark.prompt_tokens + benchmark.output_tokens
+        if length > limit:
+            wrong.append(f"benchmark: prompt and output tokens make {length}; the model's positions end at {limit}.")
+    return wrong, warnings
+
+
+def _check_patterns(name: str, variant: Variant, source: ModelSource) -> tuple[list[str], list[str]]:
+    """Rules that match no module, which are refused, and ignores that match none, which are warned about."""
+    modules = list(module_shapes(source))
+
+    def unmatched(pattern: str) -> bool:
+        return not any(match(pattern, module) for module in modules)
+
+    wrong = [
+        f"variants.{name}.rules[{index}].match: {rule.match!r} matches no module. {_closest(rule.match, modules)}"
+        for index, rule in enumerate(variant.rules)
+        if unmatched(rule.match)
+    ]
+    warnings = [
+        f"variants.{name}.ignore[{index}]: {pattern!r} matches no module and has no effect."
+        for index, pattern in enumerate(variant.ignore)
+        if unmatched(pattern)
+    ]
+    return wrong, warnings
+
+
+def _closest(pattern: str, modules: Iterable[str]) -> str:
+    """A hint that lists each kind of module once: the names without what comes before the layer's own part."""
+    kinds = {module.partition(".layers.")[2].partition(".")[2] or module for module in modules}
+    return nearest(pattern, kinds)
+
+
+def _check_exports(name: str, variant: Variant, schemes: dict[str, Scheme], source: ModelSource) -> list[str]:
+    shapes = {module: shape for module, shape in module_shapes(source).items() if module in schemes}
+    wrong = []
+    for index, export in enumerate(variant.export):
+        options = export.model_dump(exclude={"layout"}, exclude_none=True)
+        try:
+            CHECKS.get(export.layout)(schemes, shapes, source.config, **options)
+        except QbenchError as error:
+            wrong.append(f"variants.{name}.export[{index}]: {error}")
+    return wrong
+
+
+def _check_machine(plan: Plan, out: Path) -> list[str]:
+    """A disk that is too small is refused; memory beyond what the machine has is, beyond what is free now warned of."""
+    import psutil
+
+    memory = psutil.virtual_memory()
+    wrong = []
+    if plan.memory > memory.total + psutil.swap_memory().total:
+        wrong.append(
+            f"needs about {plan.memory / GIB:.1f} GiB of memory; the machine has {memory.total / GIB:.1f} GiB."
+        )
+    elif plan.memory > memory.available:
+        plan.warnings.append(
+            f"About {plan.memory / GIB:.1f} GiB of memory are needed; {memory.available / GIB:.1f} GiB are free now."
+        )
+    folder = next(place for place in (out.absolute(), *out.absolute().parents) if place.is_dir())
+    free = shutil.disk_usage(folder).free
+    if plan.disk > free:
+        wrong.append(f"needs about {plan.disk / GIB:.1f} GiB on disk; {folder} has {free / GIB:.1f} GiB free.")
+    return wrong
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
