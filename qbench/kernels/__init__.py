@@ -1,0 +1,1 @@
+"""Matrix products with weights in any format: `dispatch.linear` picks, `reference` is always there."""

@@ -1,0 +1,68 @@
+"""`linear` for a weight in any form, by the fastest kernel there is, and a record of which one ran.
+
+| weight | device | kernel |
+|---|---|---|
+| dense | any | `dense_<dtype>` |
+| int 2, 4, 8 bit | processor | `int<bits>_bag_f32` for few rows, `int<bits>_dequant_f32` for many (see `cpu.bags`) |
+| NF4, FP8 E4M3 | any | `nf4_dequant_<dtype>`, `fp8_dequant_f32` |
+| anything else | any | `reference` |
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+import torch.nn.functional as F
+
+from qbench.errors import QbenchError
+from qbench.formats.base import QuantizedTensor
+from qbench.formats.codebook import NF4
+from qbench.formats.float8 import FP8
+from qbench.kernels import codebook, reference
+from qbench.kernels.cpu import bags
+from qbench.kernels.cpu.bags import BagWeight
+
+Weight = torch.Tensor | QuantizedTensor | BagWeight
+
+_SHORT = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
+
+
+def prepare(weight: torch.Tensor | QuantizedTensor, dtype: torch.dtype, device: torch.device) -> Weight:
+    """`weight` ``[out, in]`` on `device` in the layout the kernels like, in as many bytes as its stored form.
+
+    A dense weight is cast to `dtype` and, on a processor, stored by input column (same shape, other strides): products
+    of a few rows then run up to twice as fast. Raises `QbenchError` for an FP8 weight with NaN codes.
+    """
+    if isinstance(weight, torch.Tensor):
+        moved = weight.to(device, dtype)
+        return moved.t().contiguous().t() if device.type == "cpu" else moved
+    if device.type == "cpu" and bags.supports(weight):
+        return BagWeight.repack(weight)
+    if isinstance(weight.format, FP8) and bool(weight.parts["codes"].isnan().any()):
+        raise QbenchError("an FP8 weight holds NaN codes; allowed: finite values.")
+    return QuantizedTensor(weight.format, weight.shape, {k: v.to(device) for k, v in weight.parts.items()})
+
+
+def linear(
+    x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None, ran: Counter[str] | None = None
+) -> torch.Tensor:
+    """``x @ weight.T + bias``: `x` ``[n, in]``, result ``[n, out]`` in the dtype of `x`; counts the kernel in `ran`."""
+    if isinstance(weight, torch.Tensor):
+        name = f"dense_{_SHORT[x.dtype]}"
+        y = F.linear(x, weight, bias)
+    elif isinstance(weight, BagWeight):
+        name = f"int{weight.bits}_{'bag' if weight.uses_bags(x) else 'dequant'}_f32"
+        y = weight.linear(x, bias)
+    elif isinstance(weight.format, NF4):
+        name = f"nf4_dequant_{_SHORT[x.dtype]}"
+        y = codebook.nf4_linear(x, weight, bias)
+    elif isinstance(weight.format, FP8):
+        name = "fp8_dequant_f32"
+        y = codebook.fp8_linear(x, weight, bias)
+    else:
+        name = "reference"
+        y = reference.linear(x, weight, bias)
+    if ran is not None:
+        ran[name] += 1
+    return y
