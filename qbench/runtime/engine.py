@@ -30,13 +30,18 @@ class Generation:
     """A generating request and the text it has given so far."""
 
     def __init__(
-        self, request: Request, params: SamplingParams, max_tokens: int, tokenizer: Decoder, seed: int | None
+        self,
+        request: Request,
+        params: SamplingParams,
+        max_tokens: int,
+        tokenizer: Decoder,
+        generator: torch.Generator | None,
     ) -> None:
         self.request = request
         self.params = params
         self.num_prompt_tokens = request.num_tokens
         self.max_tokens = max_tokens
-        self.generator = None if seed is None else torch.Generator().manual_seed(seed)
+        self.generator = generator
         self.text = ""
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
@@ -111,6 +116,7 @@ class Engine:
         tokenizer: Decoder,
         vocab_size: int,
         eos_token_ids: Sequence[int],
+        device: torch.device,
         seed: int = 0,
     ) -> None:
         self.runner = runner
@@ -119,6 +125,7 @@ class Engine:
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
         self.scheduler = Scheduler(settings)
+        self._device = device
         self._seeds = random.Random(seed)
         self._generations: dict[str, Generation] = {}
         self._scorings: dict[str, _Scoring] = {}
@@ -137,8 +144,7 @@ class Engine:
         request = Request(request_id, list(prompt_token_ids))
         self.scheduler.add(request)
         max_tokens = min(params.max_tokens, self.settings.context - request.num_tokens)
-        seed = None if params.temperature == 0 else self._seeds.getrandbits(63) if params.seed is None else params.seed
-        generation = Generation(request, params, max_tokens, self.tokenizer, seed)
+        generation = Generation(request, params, max_tokens, self.tokenizer, self._generator(params))
         self._generations[request_id] = generation
         return generation
 
@@ -230,6 +236,12 @@ class Engine:
     def _drop(self, live: dict[str, Generation] | dict[str, _Scoring], request: Request) -> None:
         del live[request.request_id]
         self.scheduler.remove(request.request_id)
+
+    def _generator(self, params: SamplingParams) -> torch.Generator | None:
+        if params.temperature == 0:
+            return None
+        seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
+        return torch.Generator(self._device).manual_seed(seed)
 
     def _sample(self, hidden: torch.Tensor, generations: list[Generation]) -> list[int]:
         return sample(

@@ -11,6 +11,7 @@ from jinja2 import TemplateError
 from qbench.errors import QbenchError
 from qbench.models.source import ModelSource, open_model
 from qbench.models.tokenizer import eos_token_ids, load_tokenizer
+from qbench.runtime.architecture import Architecture
 from qbench.runtime.engine import Engine
 from qbench.runtime.outputs import RequestOutput
 from qbench.runtime.placement import choose_device, choose_dtype, default_num_blocks
@@ -50,7 +51,8 @@ class LLM:
         self.source = source
         self.device = choose_device(device)
         self.dtype = choose_dtype(dtype, source, self.device)
-        limit = int(source.config["max_position_embeddings"])
+        architecture = Architecture.from_config(source.config)
+        limit = architecture.max_positions
         length = limit if max_model_len is None else max_model_len
         if length > limit:
             raise QbenchError(f"max_model_len is {length}; {source.location} was made for at most {limit} tokens.")
@@ -78,8 +80,9 @@ class LLM:
             runner,
             settings,
             tokenizer=self.tokenizer,
-            vocab_size=int(source.config["vocab_size"]),
+            vocab_size=architecture.vocab_size,
             eos_token_ids=eos_token_ids(source, self.tokenizer),
+            device=self.device,
             seed=seed,
         )
         self._num_requests = 0

@@ -11,6 +11,7 @@ import torch
 from qbench.errors import QbenchError
 from qbench.formats.base import FORMATS
 from qbench.models.source import ModelSource
+from qbench.runtime.architecture import Architecture
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CACHE_SHARE = {"cpu": 0.25, "cuda": 0.85}  # of the memory left beside the weights, for the key-value cache
@@ -51,7 +52,9 @@ def default_num_blocks(
     Raises `QbenchError` when not even one fits.
     """
     left = available_memory(device) - _weight_bytes(source, dtype)
-    fitting = int(left * CACHE_SHARE[device.type] / (block_size * token_bytes(source, dtype)))
+    fitting = int(
+        left * CACHE_SHARE[device.type] / (block_size * token_bytes(Architecture.from_config(source.config), dtype))
+    )
     if fitting < 1:
         raise QbenchError(
             f"{source.location}: the weights leave no memory for a key-value cache on {device} "
@@ -60,13 +63,9 @@ def default_num_blocks(
     return min(fitting, -(-max_tokens // block_size))
 
 
-def token_bytes(source: ModelSource, dtype: torch.dtype) -> int:
+def token_bytes(architecture: Architecture, dtype: torch.dtype) -> int:
     """Bytes of one token's keys and values over all layers."""
-    config = source.config
-    heads = config["num_attention_heads"]
-    head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    key_heads = config.get("num_key_value_heads") or heads
-    return 2 * int(config["num_hidden_layers"] * key_heads * head_dim) * dtype.itemsize
+    return 2 * architecture.num_layers * architecture.num_kv_heads * architecture.head_dim * dtype.itemsize
 
 
 def available_memory(device: torch.device) -> int:

@@ -42,7 +42,9 @@ class FakeRunner:
     def execute(self, step: ScheduledStep) -> torch.Tensor:
         hidden = []
         for part in step.requests:
-            slots = [block * self.block_size + offset for block in part.block_table for offset in range(self.block_size)]
+            slots = [
+                block * self.block_size + offset for block in part.block_table for offset in range(self.block_size)
+            ]
             for index, token in enumerate(part.token_ids):
                 self.cache[slots[part.start + index]] = token
             for stop in range(part.start + 1, part.start + len(part.token_ids) + 1):
@@ -68,5 +70,6 @@ def fake_engine(eos_token_ids: tuple[int, ...] = (), seed: int = 0, **settings: 
         tokenizer=byte_tokenizer(),
         vocab_size=VOCAB,
         eos_token_ids=eos_token_ids,
+        device=torch.device("cpu"),
         seed=seed,
     )
