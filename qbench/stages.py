@@ -1,0 +1,257 @@
+"""The stages of one variant, each kept in the run's folder with the key of what it was made from.
+
+A stage whose key is unchanged is not run again: changing only `evaluate` in a recipe reruns only the evaluation.
+
+    variants/NAME/model/            the compressed model       (compress.json: its key, layers, rows)
+    variants/NAME/gguf/, gptq/, ... its exports                (export-LAYOUT.json)
+    variants/NAME/quality.json      perplexity and divergence
+    variants/NAME/speed.json        latency, throughput, memory
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import qbench
+from qbench.errors import QbenchError
+from qbench.inputs import Inputs
+from qbench.measure import MeasureJob, run_job, write_stage
+from qbench.progress import console
+from qbench.recipe import Recipe, stage_key
+from qbench.results import Result, make_results
+from qbench.scheme import Scheme
+
+if TYPE_CHECKING:
+    from qbench.compress.engine import LayerReport
+    from qbench.models.source import ModelSource
+
+REFERENCE = "reference"
+
+
+@dataclass
+class Stages:
+    """One variant (or the reference, which has no schemes) of a run in `out`."""
+
+    recipe: Recipe
+    out: Path
+    name: str
+    inputs: Inputs
+    inputs_key: str  # of the evaluation windows and benchmark tokens
+    inputs_file: Path
+    provenance: dict[str, Any]
+    schemes: Mapping[str, Scheme] | None = None
+
+    @property
+    def folder(self) -> Path:
+        return self.out / "variants" / self.name
+
+    @property
+    def model_folder(self) -> Path:
+        return self.folder / "model"
+
+    @property
+    def model_key(self) -> str:
+        """Of the weights: source, schemes, calibration rows. The reference is its source."""
+        revision = self.inputs.source.revision
+        if self.schemes is None:
+            return stage_key(REFERENCE, revision, qbench.__version__)
+        plain = {name: [s.format.to_dict(), s.solver.to_dict()] for name, s in self.schemes.items()}
+        return stage_key("compress", qbench.__version__, revision, plain, self.inputs.calibration_rows)
+
+    def run(self) -> None:
+        """Runs what is not there yet."""
+        if self.schemes is not None:
+            self._compress()
+            self._export()
+        self._measure()
+
+    def rows(self) -> list[Result]:
+        """What is known of the variant under the present recipe."""
+        return [row for path, key in self._files() for row in _read_rows(path, key, self.name, self.provenance)]
+
+    @property
+    def complete(self) -> bool:
+        return all(_is_current(path, key) for path, key in self._files())
+
+    def _files(self) -> list[tuple[Path, str]]:
+        files = []
+        if self.schemes is not None:
+            files.append((self.folder / "compress.json", self.model_key))
+            files += [(path, key) for path, key, _ in self._exports()]
+        if self.recipe.benchmark is not None:
+            files.append((self.folder / "speed.json", self._speed_key))
+        if self.recipe.evaluate is not None:
+            files.append((self.folder / "quality.json", self._quality_key))
+        return files
+
+    @property
+    def _quality_key(self) -> str:
+        model = self.recipe.model
+        reference = self.inputs.source.revision
+        return stage_key("quality", self.model_key, reference, self.inputs_key, model.dtype, model.device)
+
+    @property
+    def _speed_key(self) -> str:
+        model = self.recipe.model
+        return stage_key("speed", self.model_key, self.inputs_key, self.recipe.benchmark, model.dtype, model.device)
+
+    def _compress(self) -> None:
+        if _is_current(self.folder / "compress.json", self.model_key) and self.model_folder.is_dir():
+            return
+        from qbench.compress.engine import compress
+        from qbench.runtime.placement import choose_device
+
+        assert self.schemes is not None
+        started = time.perf_counter()
+        done = compress(
+            self.inputs.source,
+            self.schemes,
+            self.inputs.calibration_rows,
+            self.model_folder,
+            key=self.model_key,
+            device=choose_device(self.recipe.model.device),
+            label=f"{self.name}: compress",
+        )
+        seconds = time.perf_counter() - started
+        measured = _compression_rows(done.layers, done.model.tensors, seconds)
+        measured.append(("disk_bytes", _folder_bytes(self.model_folder), {}))
+        rows = make_results(self.name, measured, {**self.provenance, "data": self.recipe.calibration.data})
+        layers = [asdict(layer) for layer in done.layers]
+        write_stage(self.folder / "compress.json", self.model_key, rows, layers=layers)
+
+    def _exports(self) -> list[tuple[Path, str, dict[str, Any]]]:
+        """The record, key and options of each export; two of one layout are told apart by their type."""
+        found = []
+        for export in self.recipe.variants[self.name].export:
+            options = export.model_dump(exclude_none=True)
+            label = "-".join(str(value) for value in options.values())
+            path = self.folder / f"export-{label}.json"
+            found.append((path, stage_key("export", self.model_key, options), {**options, "label": label}))
+        return found
+
+    def _export(self) -> None:
+        from qbench.export.layouts import LAYOUTS
+        from qbench.models.source import open_model
+
+        for record, key, options in self._exports():
+            if _is_current(record, key):
+                continue
+            layout, label = options.pop("layout"), options.pop("label")
+            console.print(f"{self.name}: export {label}", style="dim")
+            record.unlink(missing_ok=True)
+            report = LAYOUTS.get(layout)(open_model(self.model_folder), self.folder / label, **options)
+            at = {"layout": label}
+            measured = [
+                ("export_bytes", report.nbytes, at),
+                ("export_max_abs_difference", report.max_abs_difference, at),
+            ]
+            rows = make_results(self.name, measured, self.provenance)
+            write_stage(record, key, rows, report=report.to_dict())
+
+    def export_reports(self) -> list[dict[str, Any]]:
+        """What each finished export says of itself (`ExportReport.to_dict`, and its label)."""
+        if self.schemes is None:
+            return []
+        return [
+            {"label": options["label"], **json.loads(record.read_text(encoding="utf-8"))["report"]}
+            for record, key, options in self._exports()
+            if _is_current(record, key)
+        ]
+
+    def _measure(self) -> None:
+        quality, speed = self.folder / "quality.json", self.folder / "speed.json"
+        states = self.out / "variants" / REFERENCE / "states.safetensors"
+        want_quality = self.recipe.evaluate is not None and not (
+            _is_current(quality, self._quality_key) and (self.schemes is not None or states.is_file())
+        )
+        want_speed = self.recipe.benchmark is not None and not _is_current(speed, self._speed_key)
+        if not (want_quality or want_speed):
+            return
+        job = MeasureJob(
+            variant=self.name,
+            recipe=self.recipe.model_dump(mode="json"),
+            folder=str(self.model_folder) if self.schemes is not None else None,
+            inputs=str(self.inputs_file),
+            states=str(states),
+            provenance=self.provenance,
+            quality=str(quality) if want_quality else None,
+            quality_key=self._quality_key,
+            speed=str(speed) if want_speed else None,
+            speed_key=self._speed_key,
+        )
+        run_job(job, self.folder / "job.json")
+        (self.folder / "job.json").unlink()
+
+
+def _compression_rows(
+    layers: list[LayerReport], tensors: Mapping[str, Any], seconds: float
+) -> list[tuple[str, float, dict[str, Any]]]:
+    weights = {layer.module: _count(tensors[f"{layer.module}.weight"].shape) for layer in layers}
+    bits = sum(layer.bits_per_weight * weights[layer.module] for layer in layers) / sum(weights.values())
+    rows: list[tuple[str, float, dict[str, Any]]] = [
+        ("compress_seconds", seconds, {}),
+        ("bits_per_weight", bits, {}),
+        ("calibration_tokens", max(layer.tokens for layer in layers), {}),
+        ("solver_fallbacks", sum(layer.fallback is not None for layer in layers), {}),
+    ]
+    damped = [layer for layer in layers if layer.damping is not None]
+    if damped:
+        worst = max(damped, key=lambda layer: layer.damping or 0.0)
+        rows.append(("solver_damping", worst.damping or 0.0, {"module": worst.module}))
+    rows += [
+        ("layer_error", layer.relative_error, {"layer": layer.block, "module": layer.module})
+        for layer in layers
+        if layer.relative_error is not None
+    ]
+    return rows
+
+
+def reference_rows(source: ModelSource, provenance: dict[str, Any], bits: float) -> list[Result]:
+    """Size of the reference: its own files, unless it was dequantized and is in no file as it is measured."""
+    measured: list[tuple[str, float, dict[str, Any]]] = [("bits_per_weight", bits, {})]
+    if source.grid is None and getattr(source, "off_grid_of", None) is None:
+        measured.append(("disk_bytes", sum(info.nbytes for info in source.tensors.values()), {}))
+    return make_results(REFERENCE, measured, provenance)
+
+
+def check_folder(out: Path, recipe: Recipe) -> None:
+    """Refuses a folder that holds another recipe's run, or something that is no run."""
+    if not out.exists():
+        return
+    if not out.is_dir():
+        raise QbenchError(f"{out} is a file; --out must be a folder (it is made when missing).")
+    record = out / "run.json"
+    if record.is_file():
+        found = json.loads(record.read_text(encoding="utf-8")).get("recipe_name")
+        if found != recipe.name:
+            raise QbenchError(f"{out} holds the run of recipe {found!r}, not {recipe.name!r}. Choose another --out.")
+    elif any(out.iterdir()):
+        raise QbenchError(f"{out} is not empty and holds no run of qbench. Choose another --out, or empty it.")
+
+
+def _is_current(path: Path, key: str) -> bool:
+    return path.is_file() and json.loads(path.read_text(encoding="utf-8"))["key"] == key
+
+
+def _read_rows(path: Path, key: str, name: str, provenance: dict[str, Any]) -> list[Result]:
+    if not _is_current(path, key):
+        return []
+    stored = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    current = {"recipe_hash": provenance["recipe_hash"]}
+    return [Result(**{**row, "provenance": {**row["provenance"], **current}}) for row in stored]
+
+
+def _folder_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total
