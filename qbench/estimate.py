@@ -40,13 +40,14 @@ class Estimate:
 
 
 def machine_speed() -> float:
-    """Float32 operations a second of a matrix product on this machine, the best of a few short tries."""
+    """Float32 operations a second of a matrix product on this machine, the best of 20 tries of a few
+    milliseconds: other processes slow most of them."""
     import torch
 
     n = 512
     a, b = torch.ones(n, n), torch.ones(n, n)
     best = math.inf
-    for _ in range(4):
+    for _ in range(20):
         start = time.perf_counter()
         torch.mm(a, b)
         best = min(best, time.perf_counter() - start)
@@ -111,10 +112,11 @@ class Estimator:
         widest = max((self.shapes[name][1] for name in schemes), default=0)
         hessians = (4 if any(s.solver.uses_hessian for s in schemes.values()) else 1) * widest**2 * FLOAT32
         batch = min(BATCH_TOKENS, self._calibration_tokens())
-        inner = self.source.config["intermediate_size"] + self.source.config["hidden_size"]
+        inner: int = self.source.config["intermediate_size"] + self.source.config["hidden_size"]
         activations = 3 * batch * inner * FLOAT32
         head = outside if "lm_head" in schemes else outside // 2
-        return PROCESS_BYTES + 2 * max(blocks.values(), default=0) + head + hessians + 2 * hidden + activations
+        largest = max(blocks.values(), default=0)
+        return PROCESS_BYTES + 2 * largest + head + hessians + 2 * hidden + activations
 
     def _run_memory(self, weights: int) -> int:
         """Weights, the cache of the longest requests at the highest concurrency, and one batch's logits."""

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from qbench.errors import QbenchError
+from qbench.formats.base import FORMATS
+from qbench.formats.parse import build
+from qbench.solvers.base import SOLVERS
+
 _GROUPED_INT4 = {
     "name": "int",
     "bits": 4,
@@ -47,3 +52,25 @@ PRESETS: dict[str, dict[str, Any]] = {
         "solver": {"name": "gptq", "percdamp": 0.01, "act_order": "static"},
     },
 }
+
+
+def build_axis(axis: str, preset: str | None, *layers: dict[str, Any]) -> Any:
+    """The format or solver (`axis`) that `layers` of fields over a preset's describe; None without any name.
+
+    A layer that names another format than the one below it starts afresh. Raises ValueError with the reason.
+    """
+    start = PRESETS[preset] if preset is not None else {"format": {}, "solver": {"name": "nearest"}}
+    fields: dict[str, Any] = dict(start[axis])
+    for layer in layers:
+        afresh = "name" in layer and layer["name"] != fields.get("name")
+        fields = dict(layer) if afresh else {**fields, **layer}
+    if "name" not in fields:
+        return None
+    try:
+        built = build({"format": FORMATS, "solver": SOLVERS}[axis], fields)
+    except QbenchError as error:
+        raise ValueError(str(error)) from error
+    for key in (key for layer in layers for key in layer):
+        if key in fields and getattr(built, key) != fields[key]:
+            raise ValueError(f"{axis} {built.name}: {key} {fields[key]} has no effect beside the other fields: {built}")
+    return built

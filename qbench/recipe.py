@@ -29,9 +29,9 @@ from pydantic import (
 from qbench.errors import QbenchError
 from qbench.export.layouts import LAYOUTS
 from qbench.formats.base import FORMATS
-from qbench.formats.parse import build
-from qbench.presets import PRESETS
-from qbench.registry import Registry, nearest
+from qbench.presets import PRESETS, build_axis
+from qbench.recipe_schema import open_fields
+from qbench.registry import nearest
 from qbench.scheme import Scheme
 from qbench.solvers.base import SOLVERS
 from qbench.yaml_tree import read_extended, set_value
@@ -134,7 +134,7 @@ class Export(Section):
 
     layout: str = Field(
         description="gptq: a folder for transformers and vLLM; gguf: a file for llama.cpp.",
-        json_schema_extra={"enum": LAYOUTS.names()},
+        json_schema_extra={"enum": [*LAYOUTS.names()]},
     )
     type: Literal["auto", "f16", "q8_0", "q4_0", "q4_1"] | None = Field(
         default=None, description="GGUF only: the tensor type; auto (the default) keeps the variant's own codes."
@@ -155,11 +155,11 @@ class Export(Section):
 
 
 def _format_field(purpose: str) -> Any:
-    return Field(default={}, description=purpose, json_schema_extra=lambda schema: _open_registry(schema, FORMATS))
+    return Field(default={}, description=purpose, json_schema_extra=lambda schema: open_fields(schema, FORMATS))
 
 
 def _solver_field(purpose: str) -> Any:
-    return Field(default={}, description=purpose, json_schema_extra=lambda schema: _open_registry(schema, SOLVERS))
+    return Field(default={}, description=purpose, json_schema_extra=lambda schema: open_fields(schema, SOLVERS))
 
 
 class Rule(Section):
@@ -182,7 +182,7 @@ class Variant(Section):
     format: Overrides = _format_field("How weights are stored: fields over the preset's, or a whole format by name.")
     solver: Overrides = _solver_field("How codes are chosen: fields over the preset's, or a whole solver by name.")
     ignore: list[Pattern] = Field(
-        default=[], description="More modules to leave as they are (a warning if none match)."
+        default=[], description="More modules to leave as they are; one that matches none is warned of."
     )
     rules: list[Rule] = Field(default=[], description="Other schemes for some modules; the last match wins.")
     export: list[Export] = Field(default=[], description="Layouts to write the result in.")
@@ -198,7 +198,7 @@ class Variant(Section):
     @classmethod
     def _builds(cls, overrides: Overrides, info: ValidationInfo) -> Overrides:
         if "preset" in info.data:  # absent when the preset itself was refused
-            _build(info.field_name or "", info.data["preset"], overrides)
+            build_axis(info.field_name or "", info.data["preset"], overrides)
         return overrides
 
     @field_validator("rules")
@@ -209,12 +209,19 @@ class Variant(Section):
             for axis in ("format", "solver"):
                 if {"preset", axis} <= info.data.keys():  # absent when it was itself refused
                     try:
-                        _build(axis, info.data["preset"], info.data[axis], getattr(rule, axis))
+                        build_axis(axis, info.data["preset"], info.data[axis], getattr(rule, axis))
                     except ValueError as error:
                         wrong.append(f"[{index}].{axis}: {error}")
         if wrong:
             raise ValueError("; ".join(wrong))
         return rules
+
+    @field_validator("export")
+    @classmethod
+    def _exports_differ(cls, exports: list[Export]) -> list[Export]:
+        if len(set(exports)) < len(exports):
+            raise ValueError("the same export is asked for twice")
+        return exports
 
     @model_validator(mode="after")
     def _has_a_format(self) -> Variant:
@@ -230,7 +237,7 @@ class Variant(Section):
     def scheme_of(self, rule: Rule | None) -> Scheme:
         """What the modules get that `rule` decides (None: those that no rule names)."""
         fields = {
-            axis: _build(axis, self.preset, getattr(self, axis), getattr(rule, axis) if rule else {})
+            axis: build_axis(axis, self.preset, getattr(self, axis), getattr(rule, axis) if rule else {})
             for axis in ("format", "solver")
         }
         return Scheme(**fields)
@@ -261,7 +268,7 @@ class Recipe(Section):
         return variants
 
     def chosen(self, only: Iterable[str] | None) -> list[str]:
-        """The variants that `only` names, in the recipe's order; all when it is empty. `QbenchError` on an unknown one."""
+        """The variants that `only` names (all when empty), in the recipe's order. QbenchError on an unknown one."""
         wanted = set(only or self.variants)
         for name in wanted - self.variants.keys():
             raise QbenchError(f"{self.name}: no variant {name!r}. {nearest(name, self.variants)}")
@@ -271,29 +278,6 @@ class Recipe(Section):
     def hash(self) -> str:
         """Identifies everything the recipe says."""
         return stage_key(self)
-
-
-def _build(axis: str, preset: str | None, *layers: Overrides) -> Any:
-    """The format or solver that `layers` of fields over the preset's describe.
-
-    A layer that names another format than the one below it starts afresh. Raises ValueError with the reason.
-    """
-    registry: Registry = {"format": FORMATS, "solver": SOLVERS}[axis]
-    start = PRESETS[preset] if preset is not None else {"format": {}, "solver": {"name": "nearest"}}
-    fields: Overrides = dict(start[axis])
-    for layer in layers:
-        afresh = "name" in layer and layer["name"] != fields.get("name")
-        fields = dict(layer) if afresh else {**fields, **layer}
-    if "name" not in fields:
-        return None  # reported once, by the variant
-    try:
-        built = build(registry, fields)
-    except QbenchError as error:
-        raise ValueError(str(error)) from error
-    for key in (key for layer in layers for key in layer):
-        if key in fields and getattr(built, key) != fields[key]:
-            raise ValueError(f"{axis} {built.name}: {key} {fields[key]} has no effect beside the other fields: {built}")
-    return built
 
 
 def load_recipe(file: str | Path, overrides: Iterable[str] = ()) -> Recipe:
@@ -328,30 +312,7 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"no canonical form for {type(value).__name__}")
 
 
-def _open_registry(schema: dict[str, Any], registry: Registry) -> None:
-    """Lists, for editors, the fields of every registered format or solver."""
-    from pydantic import TypeAdapter
-
-    properties: dict[str, Any] = {"name": {"enum": registry.names()}}
-    for name in registry.names():
-        for key, field in TypeAdapter(registry.get(name)).json_schema()["properties"].items():
-            known = properties.setdefault(key, {"description": "", "anyOf": []})
-            known["description"] = f"{known['description']}, {name}".removeprefix(", ")
-            allowed = {k: v for k, v in field.items() if k not in ("default", "title")}
-            if allowed not in known["anyOf"]:
-                known["anyOf"].append(allowed)
-    schema.update(type="object", properties=properties, additionalProperties=False)
-
-
-def json_schema() -> str:
-    """The JSON Schema of a recipe file, as text."""
-    schema = Recipe.model_json_schema()
-    schema["required"] = []  # `extends` may supply any of them
-    return json.dumps({"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}, indent=2) + "\n"
-
-
 if __name__ == "__main__":
-    from qbench.resources import data_dir, written_whole
+    from qbench.recipe_schema import write_schema
 
-    with written_whole(data_dir("recipes") / "schema.json") as temporary:
-        temporary.write_text(json_schema(), encoding="utf-8")
+    write_schema()

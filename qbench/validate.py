@@ -82,7 +82,7 @@ class Plan:
 
 
 def check(recipe: Recipe, source: ModelSource, *, out: Path | None = None, only: Iterable[str] | None = None) -> Plan:
-    """Everything that can be known of a run before it starts.
+    """Everything that can be known of a run before it starts. `source` is what `qbench.inputs.reference_source` opens.
 
     `out` is where the run will write (here, if not given), `only` the variants it will make (all). Raises one
     `QbenchError` that lists whatever makes the recipe impossible on this model and machine.
@@ -112,16 +112,9 @@ def check(recipe: Recipe, source: ModelSource, *, out: Path | None = None, only:
 
 def _check_model(recipe: Recipe, source: ModelSource) -> tuple[list[str], list[str]]:
     wrong, warnings = [], []
-    if recipe.model.off_grid:
-        from qbench.models.offgrid import OffGrid
-
-        try:
-            OffGrid(source, recipe.seed)
-        except QbenchError as error:
-            wrong.append(f"model.{error}")
-        if source.grid is None:
-            warnings.append("model.off_grid: the source was not dequantized from a grid; permuting changes nothing.")
-    elif source.grid is not None:
+    if recipe.model.off_grid and getattr(source, "off_grid_of", None) is None:
+        warnings.append("model.off_grid: the source lies on no known grid; permuting its channels changes nothing.")
+    if source.grid is not None:
         warnings.append(
             f"The source's weights lie on the {source.grid} grid, which flatters formats like it; "
             "set model.off_grid to compare formats fairly."

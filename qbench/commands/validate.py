@@ -26,7 +26,7 @@ def command(
 
         qbench validate recipes/*.yaml --json
     """
-    from qbench.models.source import open_model
+    from qbench.inputs import reference_source
     from qbench.recipe import load_recipe
     from qbench.validate import check
 
@@ -35,7 +35,7 @@ def command(
     for file in recipes:
         try:
             recipe = load_recipe(file)
-            plan = check(recipe, open_model(recipe.model.source))
+            plan = check(recipe, reference_source(recipe))
         except QbenchError as error:
             outcome[str(file)] = {"valid": False, "error": str(error)}
             out.print(str(error), style="red", markup=False, soft_wrap=True)
