@@ -120,7 +120,11 @@ def _members(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
             stop = text.find("}", at, at + MAX_ENTRY) + 1
             if stop == 0:
                 raise ValueError(f"the entry of tensor {name!r} does not end within {MAX_ENTRY} characters")
-            yield name, json.loads(text[at:stop], object_pairs_hook=unique_pairs)
+            try:
+                value = json.loads(text[at:stop], object_pairs_hook=unique_pairs)
+            except ValueError as error:
+                raise ValueError(f"the entry of tensor {name!r} is no JSON object: {error}") from error
+            yield name, value
         at = _skip_space(text, stop)
         if text[at : at + 1] != "}":
             at = _after(text, at, ",")
