@@ -36,7 +36,7 @@ class FakeRunner:
     def __init__(self, settings: SchedulerSettings) -> None:
         self.block_size = settings.block_size
         self.max_num_batched_tokens = settings.max_num_batched_tokens
-        self.cache: list[int | None] = [None] * (settings.num_blocks * settings.block_size)
+        self.cache = [-1] * (settings.num_blocks * settings.block_size)
         self.num_computed = 0
 
     def execute(self, step: ScheduledStep) -> torch.Tensor:
