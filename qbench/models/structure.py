@@ -27,8 +27,11 @@ def linear_names(tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]) -
     sorted by block: every two-dimensional weight of a decoder block except MoE routers.
 
     Blocks beyond ``num_hidden_layers`` (multi-token prediction heads) are no part of the decoder and left alone.
+    Raises `QbenchError` when the config does not say how many blocks there are.
     """
-    count = config["num_hidden_layers"]
+    count = config.get("num_hidden_layers")
+    if not isinstance(count, int):
+        raise QbenchError(f"config.json: num_hidden_layers is {count!r}; expected the number of decoder blocks.")
     found = []
     for name, info in tensors.items():
         index = layer_index(name)

@@ -48,7 +48,7 @@ def test_a_path_that_does_not_exist(location: str) -> None:
 
 def test_a_file_of_another_kind(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"")
-    with pytest.raises(QbenchError, match="is a file, but no .gguf"):
+    with pytest.raises(QbenchError, match=r"is a file, but no \.gguf"):
         kind_of(str(tmp_path / "model.safetensors"))
 
 
@@ -65,7 +65,7 @@ def test_a_folder_of_gguf_files_says_to_name_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize("quantization", [{"quant_method": "exl2"}, {"quant_method": "modelopt"}, {}, [], "gptq"])
 def test_an_unknown_quantization_is_never_taken_for_plain_weights(tmp_path: Path, quantization: object) -> None:
     location = folder_with(tmp_path, "model.safetensors", config={"quantization_config": quantization})
-    with pytest.raises(QbenchError, match="quant_method.*cannot be read; known: gptq"):
+    with pytest.raises(QbenchError, match=r"quant_method.*cannot be read; known: gptq"):
         kind_of(location)
 
 
@@ -84,5 +84,5 @@ def test_no_weights_at_all(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["{", "[1]", "[" * 100_000, '{"a": 1, "a": 2}', "\xff"])
 def test_a_config_that_is_no_json_object(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
-    with pytest.raises(QbenchError, match="config.json"):
+    with pytest.raises(QbenchError, match=r"config\.json"):
         kind_of(str(tmp_path))

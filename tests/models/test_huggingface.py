@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -198,7 +197,7 @@ def hub(tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     (root / "snapshots" / COMMIT).mkdir(parents=True)
     shutil.copytree(tiny_llama, root / "blobs")
     for blob in (root / "blobs").iterdir():
-        os.symlink(f"../../blobs/{blob.name}", root / "snapshots" / COMMIT / blob.name)
+        (root / "snapshots" / COMMIT / blob.name).symlink_to(f"../../blobs/{blob.name}")
     return root
 
 

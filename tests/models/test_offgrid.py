@@ -109,7 +109,7 @@ def test_other_architectures_and_tensors_are_refused_by_name(tmp_path: Path) -> 
     with pytest.raises(QbenchError, match=r"experts\.0\.w1"):
         OffGrid(source, 0)
     source.config["model_type"] = "gemma3_text"
-    with pytest.raises(QbenchError, match="'gemma3_text'.*known: llama"):
+    with pytest.raises(QbenchError, match=r"'gemma3_text'.*known: llama"):
         OffGrid(source, 0)
 
 

