@@ -13,6 +13,7 @@ Zero points follow v1 (``checkpoint_format: gptq``), unless one of them is 0, wh
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -22,7 +23,7 @@ from qbench.errors import QbenchError
 from qbench.export.gptq_config import IN_BLOCK, ModuleConfig, module_config, quantization_config, refusal, refuse
 from qbench.export.gptq_pack import V1, V2, pack_codes, pack_zeros
 from qbench.export.gptq_source import GPTQSource
-from qbench.export.layouts import verify
+from qbench.export.layouts import Readback, verify
 from qbench.export.report import ExportReport
 from qbench.formats.base import QuantizedTensor
 from qbench.formats.integer import Integer
@@ -58,7 +59,7 @@ def write(source: ModelSource, folder: Path) -> ExportReport:
 
     modules, has_zero = _survey(source)
     checkpoint_format = V2 if has_zero else V1
-    linears = [name.removesuffix(".weight") for name, info in source.tensors.items() if len(info.shape) == 2]
+    linears = [name.removesuffix(".weight") for name in source.tensors if _is_matrix(source, name)]
     dense = [name for name in linears if name not in modules and IN_BLOCK.fullmatch(name)]
     types: Counter[str] = Counter()
     with folder_written_whole(folder) as part:
@@ -75,10 +76,10 @@ def write(source: ModelSource, folder: Path) -> ExportReport:
         files=files,
         nbytes=sum(path.stat().st_size for path in files),
         tensor_types=dict(types),
-        bits_per_weight=8 * weight_bytes / sum(_count(info.shape) for info in source.tensors.values()),
+        bits_per_weight=8 * weight_bytes / sum(math.prod(info.shape) for info in source.tensors.values()),
         max_abs_difference=readback.max_abs_difference,
         worst_tensor=readback.worst_tensor,
-        notes=_notes(quantization, dense),
+        notes=_notes(quantization, dense, readback),
     )
 
 
@@ -156,21 +157,21 @@ def _write_config(folder: Path, source: ModelSource, quantization: dict[str, Any
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def _notes(quantization: dict[str, Any], dense: list[str]) -> list[str]:
+def _notes(quantization: dict[str, Any], dense: list[str], readback: Readback) -> list[str]:
     notes = []
+    if readback.quantized_difference:
+        notes.append(
+            f"Scales were rounded to float16: quantized weights differ by up to {readback.quantized_difference:.3g}."
+        )
+    elif readback.max_abs_difference:
+        notes.append("Quantized weights read back exactly; only float32 matrices outside them were rounded to float16.")
     if quantization["checkpoint_format"] == V2:
         notes.append("A zero point is 0, which v1 cannot hold: written as gptq_v2 (gptqmodel, transformers, vLLM).")
     if any(pattern.startswith("+:") for pattern in quantization.get("dynamic", {})):
         notes.append(
-            "Modules differ in bits, group size or symmetry: gptqmodel and vLLM load this, transformers does not."
+            "Modules differ in bits, group size or symmetry. gptqmodel and vLLM follow this; transformers ignores it "
+            "and computes wrong results without an error."
         )
     if dense:
         notes.append(f"{len(dense)} linears inside the blocks are stored uncompressed, such as {dense[0]}.")
     return notes
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from qbench.errors import QbenchError
@@ -38,6 +38,8 @@ class Readback:
 
     max_abs_difference: float
     worst_tensor: str | None  # None when nothing differs
+    differences: dict[str, float] = field(default_factory=dict)  # every tensor that differs, and by how much at most
+    quantized_difference: float  # the largest among tensors that the source holds quantized
 
 
 def verify(source: ModelSource, exported: ModelSource) -> Readback:
@@ -50,9 +52,11 @@ def verify(source: ModelSource, exported: ModelSource) -> Readback:
         missing, extra = sorted(names - found), sorted(found - names)
         raise QbenchError(f"{exported.location}: reads back with {len(missing)} tensors missing ({missing[:3]}) "
                           f"and {len(extra)} that the model does not have ({extra[:3]}).")  # fmt: skip
-    worst: tuple[float, str | None] = (0.0, None)
+    differences: dict[str, float] = {}
+    worst_quantized = 0.0
     for name in sorted(names):
-        ours, theirs = (_values(model, name) for model in (source, exported))
+        loaded = source.load(name)
+        ours, theirs = _values(loaded), _values(exported.load(name))
         if ours.shape != theirs.shape:
             raise QbenchError(
                 f"{exported.location}: {name} reads back as {list(theirs.shape)}, not {list(ours.shape)}."
@@ -64,9 +68,10 @@ def verify(source: ModelSource, exported: ModelSource) -> Readback:
             raise QbenchError(f"{exported.location}: {name} reads back with infinite or undefined values.")
         if difference > worst[0]:
             worst = (difference, name)
-    return Readback(*worst)
+        if isinstance(loaded, QuantizedTensor):
+            worst_quantized = max(worst_quantized, difference)
+    return Readback(*worst, worst_quantized)
 
 
-def _values(model: ModelSource, name: str) -> torch.Tensor:
-    tensor = model.load(name)
+def _values(tensor: torch.Tensor | QuantizedTensor) -> torch.Tensor:
     return tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor.float()

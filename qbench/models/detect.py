@@ -52,6 +52,8 @@ def _kind_of_folder(folder: Path) -> str:
                 "quantized has no quantization_config."
             )
         return "gptq"
+    if "quantize_config.json" in names:  # where AutoGPTQ kept it before config.json had a place for it
+        return "gptq"
     if any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names):
         return "huggingface"
     pickles = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]

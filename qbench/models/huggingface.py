@@ -132,6 +132,9 @@ def _open_weights(folder: Path) -> list[SafetensorsFile]:
     """The single file when there is one, else every shard of the index, each checked against the index."""
     if (folder / SINGLE).is_file():
         return [SafetensorsFile(folder / SINGLE)]
+    older = sorted(folder.glob("gptq_model-*.safetensors"))  # AutoGPTQ's name for a single file
+    if len(older) == 1:
+        return [SafetensorsFile(older[0])]
     index = folder / INDEX
     if not index.is_file():
         found = ", ".join(sorted(path.name for path in folder.glob("*.safetensors"))) or "none"
