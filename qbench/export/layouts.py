@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from qbench.errors import QbenchError
@@ -38,7 +38,6 @@ class Readback:
 
     max_abs_difference: float
     worst_tensor: str | None  # None when nothing differs
-    differences: dict[str, float] = field(default_factory=dict)  # every tensor that differs, and by how much at most
     quantized_difference: float  # the largest among tensors that the source holds quantized
 
 
@@ -52,7 +51,7 @@ def verify(source: ModelSource, exported: ModelSource) -> Readback:
         missing, extra = sorted(names - found), sorted(found - names)
         raise QbenchError(f"{exported.location}: reads back with {len(missing)} tensors missing ({missing[:3]}) "
                           f"and {len(extra)} that the model does not have ({extra[:3]}).")  # fmt: skip
-    differences: dict[str, float] = {}
+    worst: tuple[float, str | None] = (0.0, None)
     worst_quantized = 0.0
     for name in sorted(names):
         loaded = source.load(name)

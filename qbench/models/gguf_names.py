@@ -26,7 +26,6 @@ ARCHITECTURES = {
     "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", False),
     "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", False),
 }
-ARCHITECTURE_OF = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}  # model_type -> GGUF's
 
 _WHOLE = {
     "token_embd.weight": "model.embed_tokens.weight",

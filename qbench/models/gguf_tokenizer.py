@@ -97,7 +97,12 @@ class GGUFTokenizer:
         }
 
     def _model(self, merges: list[list[str]], **settings: Any) -> dict[str, Any]:
-        fields = {"dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None}
+        fields: dict[str, Any] = {
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+        }
         fields |= {"fuse_unk": False, "byte_fallback": False, "ignore_merges": False, **settings}
         return {"type": "BPE", **fields, "vocab": self.ids, "merges": merges}
 
@@ -193,5 +198,6 @@ class GGUFTokenizer:
         }
         for name, content in files.items():
             with written_whole(folder / name) as path:
-                path.write_text(json.dumps(content, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+                indent = None if name == "tokenizer.json" else 2  # a long file: unindented is written much faster
+                path.write_text(json.dumps(content, ensure_ascii=False, indent=indent) + "\n", encoding="utf-8")
         return list(files)
