@@ -105,7 +105,7 @@ def _provenance(job: MeasureJob, llm: LLM, **more: Any) -> dict[str, Any]:
         "dtype": str(llm.dtype).removeprefix("torch."),
         "device": str(llm.device),
         "threads": torch.get_num_threads(),
-        "kernel": "+".join(sorted(llm.engine.runner.kernels)),
+        "kernel": "+".join(sorted(llm.runner.kernels)),
         "engine": "qbench",
         "engine_version": qbench.__version__,
         "torch_version": torch.__version__,
@@ -128,7 +128,7 @@ def _speed(job: MeasureJob, recipe: Recipe, llm: LLM, tokens: list[int]) -> list
         for concurrency in settings.concurrency:
             measured += latency_metrics(run_closed_loop(llm.engine, workload, tokens, concurrency), concurrency)
             bar.advance()
-    runner = llm.engine.runner
+    runner = llm.runner
     measured += [("weight_bytes", runner.weight_bytes, {}), ("kv_cache_bytes", runner.kv_cache_bytes, {})]
     measured += peak_memory(llm.device)
     about = _provenance(
@@ -163,7 +163,7 @@ def _head(llm: LLM) -> torch.Tensor:
 
 def _end_with_parent() -> None:
     """Ends this process when the one that started it is gone."""
-    sys.stdin.buffer.read()
+    os.read(sys.stdin.fileno(), 1)
     os._exit(1)
 
 

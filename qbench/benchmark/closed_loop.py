@@ -21,7 +21,7 @@ class StepOutput(Protocol):
     def request_id(self) -> str: ...
 
     @property
-    def new_token_ids(self) -> list[int]: ...
+    def token_ids(self) -> list[int]: ...
 
     @property
     def finished(self) -> bool: ...
@@ -30,7 +30,7 @@ class StepOutput(Protocol):
 class LoadedEngine(Protocol):
     """What a benchmark needs of the runtime."""
 
-    def add_request(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams) -> None: ...
+    def add_request(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams) -> object: ...
 
     def step(self) -> Sequence[StepOutput]: ...
 
@@ -128,7 +128,7 @@ def _serve(
         now = clock()
         for output in outputs:
             request = times[output.request_id]
-            request.token_times += [now] * len(output.new_token_ids)
+            request.token_times += [now] * len(output.token_ids)
             if not output.finished:
                 continue
             if len(request.token_times) != workload.output_tokens:

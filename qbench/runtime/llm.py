@@ -73,11 +73,11 @@ class LLM:
                 stacklevel=2,
             )
         self.tokenizer = load_tokenizer(source)
-        runner = ModelRunner(
+        self.runner = ModelRunner(
             source, dtype=self.dtype, device=self.device, num_blocks=settings.num_blocks, block_size=block_size
         )
         self.engine = Engine(
-            runner,
+            self.runner,
             settings,
             tokenizer=self.tokenizer,
             vocab_size=architecture.vocab_size,

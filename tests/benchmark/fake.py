@@ -10,7 +10,7 @@ PREFILL_S, DECODE_S = 0.5, 0.1
 @dataclass
 class Output:
     request_id: str
-    new_token_ids: list[int]
+    token_ids: list[int]
     finished: bool
 
 
