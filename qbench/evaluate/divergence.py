@@ -89,7 +89,7 @@ def kl_divergence(reference: Tensor, variant: Tensor) -> Tensor:
 
     It cannot be negative; what float64 rounding leaves below zero is set to zero.
     """
-    return (reference.exp() * (reference - variant)).sum(1).clamp(min=0.0)
+    return (reference - variant).mul_(reference.exp()).sum(1).clamp(min=0.0)
 
 
 def shared_ids(log_probabilities: Tensor, num_ids: int) -> Tensor:

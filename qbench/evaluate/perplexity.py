@@ -61,7 +61,7 @@ def scored_hidden(engine: ScoringEngine, windows: Sequence[Window]) -> Iterator[
 def log_probabilities(logits: Tensor, window: int, position: int) -> Tensor:
     """Float64 log-softmax of ``[n, vocab]``. Raises `QbenchError` with the place of a NaN or infinite logit;
     `position` is the token index in the window that the first row predicts."""
-    bad = ~torch.isfinite(logits).all(1)
+    bad = ~torch.isfinite(logits.sum(1))
     if bad.any():
         first = position + int(bad.nonzero()[0])
         raise QbenchError(f"Logits are not finite in window {window} at token {first}: the variant is broken there.")

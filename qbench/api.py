@@ -1,0 +1,25 @@
+"""The few names that notebooks use."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from qbench.lazy import lazy_import
+from qbench.results import read_results
+
+if TYPE_CHECKING:
+    import pandas as pd
+else:
+    pd = lazy_import("pandas")
+
+
+def results(run_dir: str | Path) -> pd.DataFrame:
+    """Every result row of a run: variant, metric, value, unit, then one column a detail and a provenance key
+    (`detail_percentile`, `provenance_dtype`, `provenance_window_seq_len`, ...; NaN where a row has none).
+
+    Raises `QbenchError` when the folder holds no results.
+    """
+    rows = [asdict(row) for row in read_results(Path(run_dir) / "results.jsonl")]
+    return pd.json_normalize(rows, sep="_")

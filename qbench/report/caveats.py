@@ -1,0 +1,31 @@
+"""What a reader must know before trusting a comparison, in sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from qbench.report.run_info import RunInfo
+from qbench.report.table import Table
+from qbench.report.text import significant
+from qbench.results import Result
+
+
+def caveats(info: RunInfo, rows: Sequence[Result], table: Table) -> list[str]:
+    """The run's own warnings, numbers that were not ranked, solver fallbacks, exports that are not exact."""
+    found = list(info.warnings)
+    for column in table.columns:
+        for variant in table.variants:
+            cell = table.cells.get((variant, column.key))
+            if cell and cell.differs:
+                keys = ", ".join(cell.differs)
+                found.append(f"{variant}: {column.title} was measured with another {keys} and is not ranked.")
+    for row in rows:
+        if row.metric == "solver_fallbacks" and row.value and row.variant in table.variants:
+            found.append(f"{row.variant}: {row.value:.0f} layers fell back to plain rounding.")
+    for export in info.exports:
+        if export.max_abs_difference:
+            found.append(
+                f"{export.variant} as {export.layout}: weights read back differ by up to "
+                f"{significant(export.max_abs_difference)} ({export.worst_tensor})."
+            )
+    return found
