@@ -12,6 +12,8 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
+
 from qbench.formats.size import stored_bytes
 from qbench.models.source import ModelSource, TensorInfo
 from qbench.models.structure import layer_index
@@ -39,19 +41,24 @@ class Estimate:
     seconds: float
 
 
-def machine_speed() -> float:
-    """Float32 operations a second of a matrix product on this machine, the best of 20 tries of a few
-    milliseconds: other processes slow most of them."""
-    import torch
+def machine_speed(device: torch.device) -> float:
+    """Operations a second of a matrix product on `device`: the best of a few tries, because others may be busy too.
 
-    n = 512
-    a, b = torch.ones(n, n), torch.ones(n, n)
+    On a processor one thread is timed and the others are taken to be as fast: threads that wait for each other on a
+    busy machine would measure the neighbours.
+    """
+    accelerated = device.type != "cpu"
+    n = 4096 if accelerated else 256
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    a = torch.ones(n, n, device=device)
     best = math.inf
     for _ in range(20):
         start = time.perf_counter()
-        torch.mm(a, b)
+        torch.mm(a, a)[0, 0].item()
         best = min(best, time.perf_counter() - start)
-    return 2 * n**3 / best
+    torch.set_num_threads(threads)
+    return 2 * n**3 / best * (1 if accelerated else threads)
 
 
 def count(info: TensorInfo) -> int:

@@ -11,7 +11,7 @@ from qbench.registry import nearest
 from qbench.yaml_tree import KeyPath, Tree, path_text
 
 _SHORT = reprlib.Repr()
-_SHORT.maxstring = 60
+_SHORT.maxstring, _SHORT.maxlevel = 60, 2
 
 
 def explain(error: ValidationError, schema: type[BaseModel], tree: Tree, file: str) -> str:

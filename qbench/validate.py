@@ -20,6 +20,7 @@ from qbench.models.structure import match
 from qbench.recipe import Recipe, Rows, Variant
 from qbench.registry import nearest
 from qbench.resolve import module_shapes, resolve
+from qbench.runtime.placement import choose_device
 from qbench.scheme import Scheme
 
 GIB = 2**30
@@ -99,7 +100,7 @@ def check(recipe: Recipe, source: ModelSource, *, out: Path | None = None, only:
             wrong.append(f"variants.{name}: every module is ignored; nothing would be compressed.")
         wrong += _check_exports(name, variant, schemes[name], source)
     if not wrong:
-        estimator = Estimator(recipe, source, machine_speed())
+        estimator = Estimator(recipe, source, machine_speed(choose_device(recipe.model.device)))
         estimates = {"reference": estimator.reference()}
         for name, found in schemes.items():
             estimates[name] = estimator.variant(found, len(recipe.variants[name].export))
