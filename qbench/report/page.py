@@ -30,7 +30,7 @@ def write_report(run_dir: Path) -> Path:
     names = [variant.name for variant in info.variants]
     rows = [row for row in rows if row.variant in names]
     table = comparison(rows, names, info.reference)
-    styles = _styles(names, info.reference)
+    styles = variant_styles(names, info.reference)
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("qbench.report", "template"),
         autoescape=True,
@@ -61,7 +61,7 @@ def write_report(run_dir: Path) -> Path:
     return path
 
 
-def _styles(names: Sequence[str], reference: str | None) -> dict[str, int]:
+def variant_styles(names: Sequence[str], reference: str | None) -> dict[str, int]:
     """Colour numbers by variant: the reference 0 (ink), the others from 1."""
     others = [name for name in names if name != reference]
     return {name: 0 if name == reference else 1 + others.index(name) % (2 * NUM_COLORS) for name in names}

@@ -47,7 +47,7 @@ def scatter(
     shown = [point.y for point in points if point.y >= FLOOR or not log_y]
     y = (log_axis if log_y else linear_axis)(shown or [FLOOR], bottom, frame.top)
     where = {p.name: (x(p.x), y(p.y) if p.y >= FLOOR or not log_y else bottom) for p in points}
-    parts = frame.axes(x, y, x_title, y_title, x.ticks(4 if narrow else 6), y.ticks(4))
+    parts = frame.axes(x, y, x_title, y_title, x.ticks(6 if speed and not narrow else 4), y.ticks(4))
     if log_y and len(shown) < len(points):
         parts.append(tag("text", "≈ 0", class_="tick", x=frame.left - 6, y=bottom + 4, text_anchor="end"))
 
