@@ -74,6 +74,11 @@ def test_nothing_of_a_stop_text_is_ever_shown() -> None:
     assert shown(["ABCDE"], ["DEF"]) == (["ABC", "DE"], None)
 
 
+def test_the_stop_text_that_is_complete_first_counts_and_of_those_the_longest() -> None:
+    assert shown(["abcdefgh"], ["bcdef", "cd"]) == (["ab"], "cd")
+    assert shown(["abcd"], ["d", "cd"]) == (["ab"], "cd")
+
+
 def test_an_overlapping_beginning_is_held_back() -> None:
     assert shown(["aa", "ab"], ["aab"]) == (["", "a"], "aab")
 
