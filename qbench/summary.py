@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import rich.box
 import rich.table
@@ -13,58 +11,28 @@ from rich.measure import Measurement
 from rich.text import Text
 
 from qbench.report.caveats import caveats
-from qbench.report.run_info import RunInfo
+from qbench.report.run_info import REFERENCE, RunInfo
 from qbench.report.table import Cell, Column, Table, comparison
-from qbench.results import METRICS, Result, read_results
+from qbench.results import METRICS, read_results
 
 
-@dataclass(frozen=True)
-class Summary:
-    """A finished run: its numbers side by side, and where its report lies."""
-
-    run_dir: Path
-    info: RunInfo
-    rows: list[Result]
-
-    @classmethod
-    def of(cls, run_dir: Path) -> Summary:
-        """Raises `QbenchError` when the folder is not one of a run."""
-        return cls(run_dir, RunInfo.read(run_dir), read_results(run_dir / "results.jsonl"))
-
-    @property
-    def table(self) -> Table:
-        return comparison(self.rows, [variant.name for variant in self.info.variants], self.info.reference)
-
-    def print(self, console: Console) -> None:
-        """Quality and size beside speed; below it where the terminal is narrow."""
-        table = self.table
-        whole = _draw(table, table.columns)
-        if Measurement.get(console, console.options.update(max_width=10_000), whole).maximum <= console.width:
-            console.print(whole)
-        else:
-            speed = [column for column in table.columns if METRICS[column.metric].family == "speed"]
-            console.print(_draw(table, [column for column in table.columns if column not in speed]))
-            console.print(_draw(table, speed))
-        notes = ["* best of the compressed variants", "sizes in MB = 10^6 bytes"]
-        notes += [f"{column.title}: {column.help}" for column in table.columns if column.key in ("kl", "ttft", "itl")]
-        console.print(Text("; ".join(notes) + ".", style="dim"))
-        for caveat in caveats(self.info, self.rows, table):
-            console.print(Text(f"! {caveat}", style="yellow"))
-        console.print(Text(f"Report: {self.run_dir / 'report.html'}"), soft_wrap=True)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON: the table's numbers by variant, and the paths."""
-        table = self.table
-        return {
-            "run": str(self.run_dir),
-            "report": str(self.run_dir / "report.html"),
-            "results": str(self.run_dir / "results.jsonl"),
-            "variants": {
-                variant: {column.key: table.value(variant, column.key) for column in table.columns}
-                for variant in table.variants
-            },
-            "caveats": caveats(self.info, self.rows, table),
-        }
+def print_summary(run_dir: Path, to: Console) -> None:
+    """Every variant's numbers and what to know before trusting them. Quality and size stand beside speed, or above
+    it where the terminal is narrow. Raises `QbenchError` when the folder is not one of a run."""
+    info, rows = RunInfo.read(run_dir), read_results(run_dir / "results.jsonl")
+    table = comparison(rows, info.variants(rows), REFERENCE)
+    whole = _draw(table, table.columns)
+    if Measurement.get(to, to.options.update(max_width=10_000), whole).maximum <= to.width:
+        to.print(whole)
+    else:
+        speed = [column for column in table.columns if METRICS[column.metric].family == "speed"]
+        to.print(_draw(table, [column for column in table.columns if column not in speed]))
+        to.print(_draw(table, speed))
+    notes = ["* best of the compressed variants", "MB = 10^6 bytes", "xN: N requests in flight"]
+    notes += [f"{column.title}: {column.help}" for column in table.columns if column.key in ("kl", "ttft", "itl")]
+    to.print(Text("; ".join(notes) + ".", style="dim"))
+    for caveat in caveats(info, rows, table):
+        to.print(Text(f"! {caveat}", style="yellow"))
 
 
 def _draw(table: Table, columns: list[Column]) -> rich.table.Table:

@@ -12,6 +12,7 @@ and a changed recipe redoes only what it changes:
 from __future__ import annotations
 
 import json
+import math
 import platform
 import time
 from collections.abc import Iterable
@@ -23,6 +24,7 @@ from rich.console import Console
 
 import qbench
 from qbench.inputs import Inputs, reference_source
+from qbench.models.source import ModelSource
 from qbench.progress import console
 from qbench.recipe import Recipe, stage_key
 from qbench.resources import written_whole
@@ -44,11 +46,9 @@ class RunSummary:
 
     def print(self, to: Console) -> None:
         """The comparison table and where the report is."""
-        from qbench.summary import summary_table
+        from qbench.summary import print_summary
 
-        to.print(summary_table(self.results))
-        for warning in self.warnings:
-            to.print(f"Warning: {warning}", style="yellow", markup=False, soft_wrap=True)
+        print_summary(self.out, to)
         if self.reused:
             to.print(f"Unchanged since an earlier run: {', '.join(self.reused)}", markup=False, soft_wrap=True)
         to.print(f"Report: {self.report}  ({self.seconds:.0f} s)", markup=False, soft_wrap=True)
@@ -150,6 +150,7 @@ def _record(recipe: Recipe, inputs: Inputs, started: float, warnings: list[str])
         "model": recipe.model.source,
         "model_revision": inputs.source.revision,
         "off_grid_of": getattr(inputs.source, "off_grid_of", None),
+        "architecture": _architecture(inputs.source),
         "calibration": {
             "data": calibration.name,
             "split": calibration.split,
@@ -163,6 +164,15 @@ def _record(recipe: Recipe, inputs: Inputs, started: float, warnings: list[str])
         "machine": {finding.what: finding.found for section in examine().values() for finding in section},
         "warnings": warnings,
     }
+
+
+def _architecture(source: ModelSource) -> dict[str, Any]:
+    """What the report says of the model's shape."""
+    config = source.config
+    keys = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
+    parameters = sum(math.prod(info.shape) for info in source.tensors.values())
+    shape = {key.replace("_", " "): config[key] for key in keys if key in config}
+    return {"parameters": f"{parameters / 1e6:,.1f} M", "architecture": config["architectures"][0], **shape}
 
 
 def _write_results(path: Path, results: list[Result]) -> None:

@@ -22,10 +22,11 @@ def caveats(info: RunInfo, rows: Sequence[Result], table: Table) -> list[str]:
     for row in rows:
         if row.metric == "solver_fallbacks" and row.value and row.variant in table.variants:
             found.append(f"{row.variant}: {row.value:.0f} layers fell back to plain rounding.")
-    for export in info.exports:
-        if export.max_abs_difference:
-            found.append(
-                f"{export.variant} as {export.layout}: weights read back differ by up to "
-                f"{significant(export.max_abs_difference)} ({export.worst_tensor})."
-            )
+    for variant, exports in info.exports.items():
+        for export in exports:
+            if export.max_abs_difference:
+                found.append(
+                    f"{variant} as {export.label}: weights read back differ by up to "
+                    f"{significant(export.max_abs_difference)} ({export.worst_tensor})."
+                )
     return found

@@ -30,14 +30,16 @@ class Panel:
 def panels(rows: Sequence[Result], styles: dict[str, int]) -> list[Panel]:
     """A first panel with each layer's mean over its modules, then one a module kind, in the model's order.
 
-    `rows` of metric `layer_error` with details `layer` (index) and `module` (name inside the block). `styles` maps
-    the variants to show to their colours.
+    `rows` of metric `layer_error` with details `layer` (index) and `module` (its kind is what follows the index).
+    `styles` maps the variants to show to their colours.
     """
     rows = [row for row in rows if row.metric == "layer_error" and row.variant in styles and row.value > 0]
-    kinds = list(dict.fromkeys(row.detail["module"] for row in rows))
+    kinds: dict[str, list[Result]] = {}
+    for row in rows:
+        kinds.setdefault(row.detail["module"].partition(f".{row.detail['layer']}.")[2], []).append(row)
     found = [Panel("mean over modules", _series(rows, styles))] if rows else []
     if len(kinds) > 1:
-        found += [Panel(kind, _series([r for r in rows if r.detail["module"] == kind], styles)) for kind in kinds]
+        found += [Panel(kind, _series(inside, styles)) for kind, inside in kinds.items()]
     return found
 
 

@@ -7,13 +7,14 @@ from importlib.resources import files
 from pathlib import Path
 
 import jinja2
+import yaml
 from markupsafe import Markup
 
 from qbench.report import details, text
 from qbench.report.cards import cards
 from qbench.report.caveats import caveats
 from qbench.report.charts import layer_charts, quality_charts
-from qbench.report.run_info import RunInfo
+from qbench.report.run_info import REFERENCE, RunInfo
 from qbench.report.table import comparison
 from qbench.resources import written_whole
 from qbench.results import read_results
@@ -27,10 +28,9 @@ def write_report(run_dir: Path) -> Path:
     Raises `QbenchError` when the folder is not one of a run.
     """
     info, rows = RunInfo.read(run_dir), read_results(run_dir / "results.jsonl")
-    names = [variant.name for variant in info.variants]
-    rows = [row for row in rows if row.variant in names]
-    table = comparison(rows, names, info.reference)
-    styles = variant_styles(names, info.reference)
+    names = info.variants(rows)
+    table = comparison(rows, names, REFERENCE)
+    styles = variant_styles(names)
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("qbench.report", "template"),
         autoescape=True,
@@ -42,11 +42,12 @@ def write_report(run_dir: Path) -> Path:
     template = files("qbench.report") / "template"
     page = environment.get_template("page.html").render(
         info=info,
+        recipe=yaml.safe_dump(info.recipe, sort_keys=False, allow_unicode=True),
         table=table,
         styles=styles,
         cards=cards(table),
         charts=quality_charts(table, styles),
-        layers=layer_charts(rows, {name: style for name, style in styles.items() if name != info.reference}),
+        layers=layer_charts(rows, {name: style for name, style in styles.items() if name != REFERENCE}),
         caveats=caveats(info, rows, table),
         latency=details.latency(rows, names),
         confidence=details.confidence(rows, names),
@@ -61,7 +62,7 @@ def write_report(run_dir: Path) -> Path:
     return path
 
 
-def variant_styles(names: Sequence[str], reference: str | None) -> dict[str, int]:
+def variant_styles(names: Sequence[str]) -> dict[str, int]:
     """Colour numbers by variant: the reference 0 (ink), the others from 1."""
-    others = [name for name in names if name != reference]
-    return {name: 0 if name == reference else 1 + others.index(name) % (2 * NUM_COLORS) for name in names}
+    others = [name for name in names if name != REFERENCE]
+    return {name: 0 if name == REFERENCE else 1 + others.index(name) % (2 * NUM_COLORS) for name in names}

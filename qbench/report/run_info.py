@@ -1,70 +1,58 @@
-"""`run.json`: what a report says about a run beyond its numbers. Written by the run, read by the report."""
+"""`run.json`: what a report says about a run beyond its numbers. Written by `qbench.workflow`, read here."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Sequence
+from pathlib import Path, PurePath
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from qbench.errors import QbenchError
-from qbench.resources import written_whole
+from qbench.report.text import duration
+from qbench.results import Result
 
-Facts = dict[str, str | int | float | bool | None]  # shown as they are, in order; the key is the label
-
-
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+REFERENCE = "reference"
+Facts = dict[str, Any]  # shown as they are, in order; the key is the label
 
 
-class VariantInfo(_Part):
-    name: str
-    description: str = ""  # "int4, groups of 32, GPTQ"
+class ExportInfo(BaseModel):
+    """An export that was read back: what differs from the variant it was made of (`export.report`)."""
 
-
-class FileInfo(_Part):
-    name: str  # relative to the export's folder
-    bytes: int
-
-
-class ExportInfo(_Part):
-    """An export that was read back: what differs from the variant it was made of."""
-
-    variant: str
-    layout: str
-    folder: str
-    files: list[FileInfo]
+    label: str
+    files: list[str]
+    nbytes: int
     bits_per_weight: float
     max_abs_difference: float  # over all weights, read back against ours; 0: exact
     worst_tensor: str | None = None
     notes: list[str] = []
 
+    @property
+    def names(self) -> list[str]:
+        return [PurePath(file).name for file in self.files]
 
-class RunInfo(_Part):
-    """The keys of `run.json`.
 
-    `variants` are in the recipe's order and only they are shown; the one named `reference` is what the others are
-    compared with. `model` (source, revision, architecture, parameters, off-grid, ...), `data`, `machine` and
-    `versions` are facts to show; `timings` are seconds by stage; `warnings` are sentences. Times are ISO 8601.
+class RunInfo(BaseModel):
+    """The keys of `run.json` that the report uses.
+
+    `recipe` is the whole recipe as plain values; `architecture`, `calibration` and `machine` are facts to show;
+    `started` is ISO 8601; `stage_seconds` and `exports` are by variant. The last three are there when the run is done.
     """
 
-    name: str
-    recipe: str  # its text
+    recipe_name: str
+    recipe: dict[str, Any]
     recipe_hash: str
-    started: str
-    finished: str
-    reference: str | None = "reference"
-    variants: list[VariantInfo]
-    model: Facts
-    data: Facts = {}
+    model: str
+    model_revision: str
+    off_grid_of: str | None = None
+    architecture: Facts = {}
+    calibration: Facts = {}
     machine: Facts = {}
-    versions: dict[str, str] = {}
-    timings: dict[str, float] = {}
-    exports: list[ExportInfo] = []
+    started: str
     warnings: list[str] = []
-
-    def write(self, run_dir: Path) -> None:
-        with written_whole(run_dir / "run.json") as temporary:
-            temporary.write_text(self.model_dump_json(indent=1), encoding="utf-8")
+    seconds: float | None = None
+    stage_seconds: dict[str, float] = {}
+    exports: dict[str, list[ExportInfo]] = {}
 
     @classmethod
     def read(cls, run_dir: Path) -> RunInfo:
@@ -78,3 +66,34 @@ class RunInfo(_Part):
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"])
             raise QbenchError(f"{path}: {where}: {first['msg']}.") from error
+
+    def variants(self, rows: Sequence[Result]) -> list[str]:
+        """The reference and the recipe's variants, in its order, as far as there are `rows` of them."""
+        measured = {row.variant for row in rows}
+        return [name for name in (REFERENCE, *self.recipe.get("variants", {})) if name in measured]
+
+    def description(self, variant: str) -> str:
+        """What the recipe says of a variant, in a few words: "gptq: group size 32"."""
+        if variant == REFERENCE:
+            return "as it came" if self.off_grid_of is None else "channels permuted"
+        said = self.recipe["variants"][variant]
+        preset = said.get("preset")
+        fields = [
+            f"{key.replace('_', ' ')} {value}"
+            for axis in ("format", "solver")
+            for key, value in said.get(axis, {}).items()
+            if (key, value) != ("name", preset)
+        ]
+        fields += [f"{len(said[key])} {key}" for key in ("rules", "ignore") if said.get(key)]
+        return ": ".join(part for part in (preset, ", ".join(fields)) if part)
+
+    def facts(self) -> dict[str, Facts]:
+        """Titled lists for the page's provenance."""
+        model = {"source": self.model, "revision": self.model_revision, "off grid of": self.off_grid_of}
+        data = {f"calibration {key}": value for key, value in self.calibration.items()}
+        data |= {f"evaluation {k}": v for k, v in (self.recipe.get("evaluate") or {}).items() if k != "metrics"}
+        time = {name: duration(seconds) for name, seconds in self.stage_seconds.items()}
+        if self.seconds is not None:
+            time["all"] = duration(self.seconds)
+        found = {"Model": model | self.architecture, "Data": data, "Time": time, "Machine": self.machine}
+        return {title: {k: v for k, v in facts.items() if v is not None} for title, facts in found.items() if facts}

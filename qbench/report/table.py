@@ -73,7 +73,7 @@ def all_columns(rows: Sequence[Result]) -> list[Column]:
         help_text = f"output tokens a second, {level} request{'s' if level != 1 else ''} in flight"
         at: dict[str, Any] = {"concurrency": level}
         columns.append(
-            Column(f"speed{level}", f"tok/s ×{level}", "output_tokens_per_s", at, "higher", text.fixed(1), help_text)
+            Column(f"speed{level}", f"tok/s x{level}", "output_tokens_per_s", at, "higher", text.fixed(1), help_text)
         )
     columns.append(Column("memory", "peak MB", "peak_memory_bytes", peak, "lower", text.megabytes, peak["where"]))
     return [c for c in columns if any(row.metric == c.metric and row.detail == c.detail for row in rows)]

@@ -13,11 +13,6 @@ def megabytes(value: float) -> str:
     return f"{value / 1e6:,.0f}" if value >= 1e8 else f"{value / 1e6:,.1f}"
 
 
-def size(value: float) -> str:
-    """Of a single file: kB below 0.1 MB."""
-    return f"{value / 1e3:,.1f} kB" if value < 1e5 else f"{megabytes(value)} MB"
-
-
 def percent(value: float) -> str:
     return f"{100 * value:.2f}"
 

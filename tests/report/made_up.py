@@ -1,9 +1,9 @@
 """A run folder with made-up numbers: a reference, two variants, one of them with an awkward name."""
 
+import json
 from pathlib import Path
 from typing import Any
 
-from qbench.report.run_info import ExportInfo, FileInfo, RunInfo, VariantInfo
 from qbench.results import ResultLog, make_results
 
 HOSTILE = "<script>alert(1)</script>&\"'"
@@ -31,31 +31,34 @@ def made_up_run(folder: Path, second: str = "nf4", second_quality: dict[str, Any
         log.append(make_results(name, [("bits_per_weight", bits, {}), ("disk_bytes", bits * 1e7, {})], {}))
         if name != "reference":
             errors = [
-                ("layer_error", 0.01 * bits * (layer + 1), {"layer": layer, "module": module})
+                ("layer_error", 0.01 * bits * (layer + 1), {"layer": layer, "module": f"model.layers.{layer}.{module}"})
                 for layer in range(3)
                 for module in ("self_attn.q_proj", "mlp.down_proj")
             ]
             log.append(make_results(name, [*errors, ("solver_fallbacks", 2.0, {})], {}))
-    RunInfo(
-        name="trial",
-        recipe="name: trial\n",
-        recipe_hash="ab" * 32,
-        started="2026-01-01T10:00:00+00:00",
-        finished="2026-01-01T10:05:00+00:00",
-        variants=[VariantInfo(name=name, description=f"about {name}") for name in ("reference", "gptq", second)],
-        model={"source": "some/model", "parameters": "1 M"},
-        exports=[
-            ExportInfo(
-                variant="gptq",
-                layout="gguf",
-                folder="gptq/gguf",
-                files=[FileInfo(name="m.gguf", bytes=1234567)],
-                bits_per_weight=4.5,
-                max_abs_difference=0.00031,
-                worst_tensor="layers.1.mlp",
-            )
-        ],
-        timings={"compress": 75.0},
-        warnings=["The source was quantized."],
-    ).write(folder)
+    record = {
+        "recipe_name": "trial",
+        "recipe": {"name": "trial", "variants": {"gptq": {"preset": "gptq", "format": {"group_size": 32}}, second: {}}},
+        "recipe_hash": "ab" * 32,
+        "model": "some/model",
+        "model_revision": "1",
+        "architecture": {"parameters": "1 M"},
+        "started": "2026-01-01T10:00:00Z",
+        "warnings": ["The source was quantized."],
+        "seconds": 75.0,
+        "exports": {
+            "reference": [],
+            "gptq": [
+                {
+                    "label": "gguf",
+                    "files": ["/somewhere/m.gguf"],
+                    "nbytes": 1234567,
+                    "bits_per_weight": 4.5,
+                    "max_abs_difference": 0.00031,
+                    "worst_tensor": "layers.1.mlp",
+                }
+            ],
+        },
+    }
+    (folder / "run.json").write_text(json.dumps(record))
     return folder

@@ -79,10 +79,10 @@ def test_layer_panels_average_modules_and_keep_the_models_order() -> None:
     rows = make_results(
         "v",
         [
-            ("layer_error", 0.1, {"layer": 0, "module": "q"}),
-            ("layer_error", 0.3, {"layer": 0, "module": "b"}),
-            ("layer_error", 0.2, {"layer": 1, "module": "q"}),
-            ("layer_error", 0.0, {"layer": 1, "module": "b"}),  # a logarithmic axis cannot show it
+            ("layer_error", 0.1, {"layer": 0, "module": "layers.0.q"}),
+            ("layer_error", 0.3, {"layer": 0, "module": "layers.0.b"}),
+            ("layer_error", 0.2, {"layer": 1, "module": "layers.1.q"}),
+            ("layer_error", 0.0, {"layer": 1, "module": "layers.1.b"}),  # a logarithmic axis cannot show it
         ],
         {},
     )

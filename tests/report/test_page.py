@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from qbench.errors import QbenchError
-from qbench.report.page import write_report
+from qbench.report.page import variant_styles, write_report
 from qbench.results import ResultLog, make_results
 from tests.report.made_up import HOSTILE, QUALITY, made_up_run
 
@@ -47,11 +47,24 @@ def test_the_page_shows_the_run(tmp_path: Path) -> None:
     assert path == tmp_path / "report.html"
     page = path.read_text(encoding="utf-8")
     text = " ".join(read(page).text)
-    for expected in ("gptq", "nf4", "reference", "33.00", "+10.00%", "0.0500", "< 1e-6", "1 min 15 s", "name: trial"):
+    for expected in (
+        "gptq",
+        "nf4",
+        "reference",
+        "33.00",
+        "+10.00%",
+        "0.0500",
+        "< 1e-6",
+        "1 min 15 s",
+        "name: trial",
+        "m.gguf",
+        "group size 32",
+    ):
         assert expected in text, expected
     for heading in ("Quality against size", "Quality against speed", "Error by layer", "Exports", "Provenance"):
         assert heading in text
     assert "up to 0.00031 off" in text
+    assert "/somewhere" not in page
     assert "gptq: 2 layers fell back" in text
     assert page.count('data-v="nf4"') >= 8  # table rows, points in two charts, lines
 
@@ -92,7 +105,7 @@ def test_a_run_without_measurements_still_has_a_page(tmp_path: Path) -> None:
     assert "Quality against size" not in text
 
 
-@pytest.mark.parametrize("content", [None, '{"name": 3}', "{"])
+@pytest.mark.parametrize("content", [None, '{"recipe_name": 3}', "{"])
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "run.json").write_text(content)
@@ -102,9 +115,7 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, content: str | None)
 
 
 def test_more_variants_than_colours(tmp_path: Path) -> None:
-    from qbench.report.page import variant_styles
-
-    names = ["a", "ref", *(f"v{i}" for i in range(12))]
-    styles = variant_styles(names, "ref")
-    assert styles["ref"] == 0
+    names = ["a", "reference", *(f"v{i}" for i in range(12))]
+    styles = variant_styles(names)
+    assert styles["reference"] == 0
     assert len(set(styles.values())) == len(names)
