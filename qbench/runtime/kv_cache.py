@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import torch
 
 
@@ -24,8 +27,8 @@ class PagedKVCache:
     ) -> None:
         self.block_size = block_size
         shape = (num_layers, num_blocks, block_size, num_kv_heads, head_dim)
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
-        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self.keys = _zeros(shape, dtype, device)
+        self.values = _zeros(shape, dtype, device)
 
     @property
     def nbytes(self) -> int:
@@ -43,3 +46,13 @@ class PagedKVCache:
         keys = self.keys[layer].index_select(0, blocks)
         values = self.values[layer].index_select(0, blocks)
         return keys.flatten(0, 1), values.flatten(0, 1)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros. On a CPU they are numpy's, whose pages take neither time nor memory until a block is first written."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    nbytes, line = math.prod(shape) * dtype.itemsize, 64  # the start of a cache line, as torch's own memory
+    memory = torch.from_numpy(np.zeros(nbytes + line, np.uint8))
+    start = -memory.data_ptr() % line
+    return memory[start : start + nbytes].view(dtype).view(shape)

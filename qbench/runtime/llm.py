@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from jinja2 import TemplateError
@@ -56,8 +57,6 @@ class LLM:
         length = limit if max_model_len is None else max_model_len
         if length > limit:
             raise QbenchError(f"max_model_len is {length}; {source.location} was made for at most {limit} tokens.")
-        if num_blocks is None and min(block_size, max_num_seqs, length) > 0:  # else the settings refuse them below
-            num_blocks = default_num_blocks(source, self.device, self.dtype, block_size, max_num_seqs * length)
         settings = SchedulerSettings(
             num_blocks=1 if num_blocks is None else num_blocks,
             block_size=block_size,
@@ -66,6 +65,8 @@ class LLM:
             max_model_len=length,
             enable_prefix_caching=enable_prefix_caching,
         )
+        if num_blocks is None:
+            settings = replace(settings, num_blocks=default_num_blocks(source, self.device, self.dtype, settings))
         if settings.context < length:
             warnings.warn(
                 f"The key-value cache ({settings.num_blocks} blocks of {block_size} tokens) holds {settings.context} "

@@ -12,6 +12,7 @@ from qbench.errors import QbenchError
 from qbench.formats.base import FORMATS
 from qbench.models.source import ModelSource
 from qbench.runtime.architecture import Architecture
+from qbench.runtime.scheduler import SchedulerSettings
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CACHE_SHARE = {"cpu": 0.25, "cuda": 0.85}  # of the memory left beside the weights, for the key-value cache
@@ -45,22 +46,22 @@ def choose_dtype(name: str, source: ModelSource, device: torch.device) -> torch.
 
 
 def default_num_blocks(
-    source: ModelSource, device: torch.device, dtype: torch.dtype, block_size: int, max_tokens: int
+    source: ModelSource, device: torch.device, dtype: torch.dtype, settings: SchedulerSettings
 ) -> int:
-    """Blocks that hold `max_tokens` tokens, or as many as fit in `CACHE_SHARE` of the memory left beside the weights.
+    """Blocks for as many and as long requests as `settings` allow at once, or as many as fit in `CACHE_SHARE` of the
+    memory left beside the weights.
 
     Raises `QbenchError` when not even one fits.
     """
     left = available_memory(device) - _weight_bytes(source, dtype)
-    fitting = int(
-        left * CACHE_SHARE[device.type] / (block_size * token_bytes(Architecture.from_config(source.config), dtype))
-    )
+    block_bytes = settings.block_size * token_bytes(Architecture.from_config(source.config), dtype)
+    fitting = int(left * CACHE_SHARE[device.type] / block_bytes)
     if fitting < 1:
         raise QbenchError(
             f"{source.location}: the weights leave no memory for a key-value cache on {device} "
             f"({available_memory(device) / 2**30:.1f} GiB available). Set num_blocks, or use a smaller model."
         )
-    return min(fitting, -(-max_tokens // block_size))
+    return min(fitting, settings.max_num_seqs * -(-settings.max_model_len // settings.block_size))
 
 
 def token_bytes(architecture: Architecture, dtype: torch.dtype) -> int:
