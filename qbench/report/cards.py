@@ -34,7 +34,7 @@ def cards(table: Table) -> list[Card]:
             beside.append(f"same first token {text.percent(top1)}% of the time")
         if key != "kl" and base:
             ratio = base / ranked[winner] if lower else ranked[winner] / base
-            beside.append(f"{ratio:.2f}× {'smaller' if lower else 'the speed'}")
+            beside.append(f"{ratio:.2f}× {'smaller' if lower else 'the speed of the reference'}")
         if key != "kl" and winner in quality:
             beside.append(f"KL {text.divergence(quality[winner])}")
         found.append(Card(title, winner, f"{best} {unit}", ", ".join(beside)))

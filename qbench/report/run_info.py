@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from qbench.errors import QbenchError
+from qbench.presets import PRESETS
 from qbench.report.text import duration
 from qbench.results import Result
 
@@ -73,7 +74,7 @@ class RunInfo(BaseModel):
         return [name for name in (REFERENCE, *self.recipe.get("variants", {})) if name in measured]
 
     def description(self, variant: str) -> str:
-        """What the recipe says of a variant, in a few words: "gptq: group size 32"."""
+        """What the recipe says of a variant, in a few words: "gptq, group size 32"; an unchanged preset's own words."""
         if variant == REFERENCE:
             return "as it came" if self.off_grid_of is None else "channels permuted"
         said = self.recipe["variants"][variant]
@@ -85,7 +86,9 @@ class RunInfo(BaseModel):
             if (key, value) != ("name", preset)
         ]
         fields += [f"{len(said[key])} {key}" for key in ("rules", "ignore") if said.get(key)]
-        return ": ".join(part for part in (preset, ", ".join(fields)) if part)
+        if preset in PRESETS and not fields:
+            return str(PRESETS[preset]["description"]).partition(":")[0]
+        return ", ".join([preset] * bool(preset) + fields)
 
     def facts(self) -> dict[str, Facts]:
         """Titled lists for the page's provenance."""
