@@ -28,7 +28,7 @@ from qbench.models.source import ModelSource
 from qbench.progress import console
 from qbench.recipe import Recipe, stage_key
 from qbench.resources import written_whole
-from qbench.results import Result
+from qbench.result import Result
 from qbench.stages import REFERENCE, Stages, check_folder, reference_rows
 from qbench.validate import check
 
