@@ -25,8 +25,13 @@ PROCESS_BYTES = 600 * 2**20  # the interpreter with torch and transformers
 BATCH_TOKENS = 4096  # of calibration and scoring, taken at once
 FLOAT32 = 4
 STORED = {"F32": 4, "F16": 2, "BF16": 2}  # anything else is decoded to float32 when it is loaded
-# Share of the matrix-product speed, on two cores with a 135M model.
-EFFICIENCY = {"forward": 0.5, "solve": 0.04, "decode": 0.06}
+# Share of the matrix-product speed that was reached with a 135M model in float32 on processor cores with AVX-512.
+EFFICIENCY = {
+    "forward": 0.4,  # calibration, scoring and prompts
+    "solve": 0.15,  # GPTQ's columns and factorizations
+    "decode_step": 0.025,  # what a decode step costs however many requests share it, as one token's operations
+    "decode_token": 0.1,  # what each request adds to it
+}
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,7 @@ class Estimator:
         self.recipe, self.source, self.speed = recipe, source, speed
         self.shapes = module_shapes(source)
         self.parameters = sum(map(count, source.tensors.values()))
+        self.inside = sum(count(info) for name, info in source.tensors.items() if layer_index(name) is not None)
 
     def variant(self, schemes: Mapping[str, Scheme], num_exports: int) -> Estimate:
         """A variant with these schemes, written in `num_exports` layouts besides its own."""
@@ -140,24 +146,24 @@ class Estimator:
     def _compress_seconds(self, schemes: Mapping[str, Scheme]) -> float:
         solved = [self.shapes[name] for name, scheme in schemes.items() if scheme.solver.uses_hessian]
         tokens = self._calibration_tokens() if solved else min(BATCH_TOKENS, self._calibration_tokens())
-        inside = sum(count(info) for name, info in self.source.tensors.items() if layer_index(name) is not None)
-        passes = 3.5 if solved else 2  # a block's forward passes: one partial pass a group of linears, then the output
+        passes = 2.5 if solved else 1.9  # a block's forward passes: partial ones up to each group of linears, one whole
         products = tokens * sum(2 * shape[1] ** 2 for shape in self.shapes.values()) / 2  # many share their input
-        forward = 2 * tokens * inside * passes + products
+        forward = 2 * tokens * self.inside * passes + products
         solve = sum(2 * rows * width**2 + 4 * width**3 for rows, width in solved)
         return self._seconds(forward, "forward") + self._seconds(solve, "solve")
 
     def _measure_seconds(self) -> float:
-        """Scoring the evaluation rows, then the requests at each concurrency, decode steps shared by a batch."""
-        operations = 2 * (self.parameters + math.prod(self.shapes["lm_head"]))
+        """Scoring the evaluation rows, then the requests at each concurrency."""
+        a_token = 2 * (self.inside + math.prod(self.shapes["lm_head"]))
         seconds = 0.0
         if (evaluate := self.recipe.evaluate) is not None:
-            seconds += self._seconds(operations * evaluate.rows * evaluate.seq_len, "forward")
+            seconds += self._seconds(a_token * evaluate.rows * evaluate.seq_len, "forward")
         if (benchmark := self.recipe.benchmark) is not None:
             for concurrency in benchmark.concurrency:
-                steps = benchmark.output_tokens * benchmark.requests / min(concurrency, benchmark.requests)
-                seconds += self._seconds(operations * benchmark.prompt_tokens * benchmark.requests, "forward")
-                seconds += self._seconds(operations * steps, "decode")
+                tokens = benchmark.output_tokens * benchmark.requests
+                seconds += self._seconds(a_token * benchmark.prompt_tokens * benchmark.requests, "forward")
+                seconds += self._seconds(a_token * tokens / min(concurrency, benchmark.requests), "decode_step")
+                seconds += self._seconds(a_token * tokens, "decode_token")
         return seconds
 
     def _seconds(self, operations: float, stage: str) -> float:

@@ -1,0 +1,204 @@
+"""A recipe against a model's header: which modules get what, and what is refused before anything long starts."""
+
+from __future__ import annotations
+
+import io
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import yaml
+from rich.console import Console
+
+from qbench.errors import QbenchError
+from qbench.formats.base import FORMATS, format_from_dict
+from qbench.formats.size import stored_bytes
+from qbench.inputs import reference_source
+from qbench.models.source import open_model
+from qbench.presets import PRESETS
+from qbench.recipe import Recipe, load_recipe
+from qbench.resolve import module_shapes, resolve
+from qbench.validate import Plan, check
+from tests.tiny import make_tiny_llama
+
+TEXT = "A line of text to calibrate on.\n" * 50
+
+
+def recipe_for(folder: Path, model: Path, variants: dict[str, Any], *overrides: str) -> Recipe:
+    text = folder / "text.txt"
+    text.write_text(TEXT)
+    rows = {"data": str(text), "rows": 4, "seq_len": 32}
+    benchmark = {"prompt_tokens": 16, "output_tokens": 4}
+    content = {"model": {"source": str(model)}, "calibration": rows, "evaluate": rows, "benchmark": benchmark}
+    file = folder / "recipe.yaml"
+    file.write_text(yaml.safe_dump({**content, "variants": variants}))
+    return load_recipe(file, overrides)
+
+
+def plan_for(folder: Path, model: Path, variants: dict[str, Any], *overrides: str) -> Plan:
+    recipe = recipe_for(folder, model, variants, *overrides)
+    return check(recipe, reference_source(recipe), out=folder)
+
+
+def refusal(folder: Path, model: Path, variants: dict[str, Any], *overrides: str) -> str:
+    with pytest.raises(QbenchError) as caught:
+        plan_for(folder, model, variants, *overrides)
+    return str(caught.value)
+
+
+def test_block_linears_are_compressed_and_nothing_else(tmp_path: Path, tiny_llama: Path) -> None:
+    schemes = plan_for(tmp_path, tiny_llama, {"x": {"preset": "nf4"}}).schemes["x"]
+    assert len(schemes) == 3 * 7
+    assert all(".layers." in module and module.endswith("_proj") for module in schemes)
+
+
+def test_ignore_adds_to_the_default_and_the_last_matching_rule_wins(tmp_path: Path, tiny_llama: Path) -> None:
+    variant = {
+        "preset": "rtn",
+        "format": {"group_size": 32},
+        "ignore": ["layers.0"],
+        "rules": [
+            {"match": "mlp.down_proj", "format": {"bits": 8}},
+            {"match": "re:.*layers\\.[12]\\.mlp\\.down_proj", "format": {"bits": 6}},
+            {"match": "lm_head", "format": {"name": "nf4"}},
+        ],
+    }
+    schemes = plan_for(tmp_path, tiny_llama, {"x": variant}).schemes["x"]
+    bits = {module: scheme.format.to_dict().get("bits") for module, scheme in schemes.items()}
+    assert bits.pop("lm_head") is None
+    assert bits.pop("model.layers.0.mlp.down_proj") == 8  # a rule wins over ignore
+    assert bits.pop("model.layers.1.mlp.down_proj") == bits.pop("model.layers.2.mlp.down_proj") == 6
+    assert set(bits.values()) == {4}
+    assert not any(".layers.0." in module for module in bits)
+
+
+def test_a_tied_head_may_be_named(tmp_path: Path) -> None:
+    model = make_tiny_llama(tmp_path / "tied", tie_word_embeddings=True)
+    source = open_model(model)
+    assert "lm_head.weight" not in source.tensors
+    recipe = recipe_for(tmp_path, model, {"x": {"preset": "nf4", "rules": [{"match": "lm_head"}]}})
+    assert "lm_head" in resolve(recipe.variants["x"], source)
+    assert module_shapes(source)["lm_head"] == (300, 64)
+
+
+@pytest.mark.trap(2)
+def test_a_rule_that_matches_no_module_is_refused_with_the_nearest(tmp_path: Path, tiny_llama: Path) -> None:
+    message = refusal(
+        tmp_path, tiny_llama, {"x": {"preset": "nf4", "rules": [{"match": "self_atn.q_proj"}, {"match": "layers.30"}]}}
+    )
+    assert "variants.x.rules[0].match: 'self_atn.q_proj' matches no module. Did you mean 'self_attn.q_proj'?" in message
+    assert "variants.x.rules[1].match: 'layers.30' matches no module." in message
+
+
+@pytest.mark.trap(2)
+def test_an_ignore_that_matches_no_module_is_warned_about(tmp_path: Path, tiny_llama: Path) -> None:
+    plan = plan_for(tmp_path, tiny_llama, {"x": {"preset": "nf4", "ignore": ["layers.1", "layers.10"]}})
+    assert plan.warnings == ["variants.x.ignore[1]: 'layers.10' matches no module and has no effect."]
+
+
+def test_ignoring_everything_is_refused(tmp_path: Path, tiny_llama: Path) -> None:
+    assert "nothing would be compressed" in refusal(
+        tmp_path, tiny_llama, {"x": {"preset": "nf4", "ignore": ["layers"]}}
+    )
+
+
+@pytest.mark.trap(3)
+def test_a_partial_group_is_fine_until_a_layout_cannot_hold_it(tmp_path: Path) -> None:
+    model = make_tiny_llama(tmp_path / "192", hidden_size=192, intermediate_size=256, num_attention_heads=6)
+    variant: dict[str, Any] = {"preset": "rtn"}
+    assert plan_for(tmp_path, model, {"x": variant}).warnings == []
+    message = refusal(tmp_path, model, {"x": {**variant, "export": [{"layout": "gptq"}]}})
+    assert "variants.x.export[0]:" in message
+    assert "128" in message
+    assert "192" in message
+    assert "64" in message  # a size that would fit
+    plan_for(tmp_path, model, {"x": {**variant, "format": {"group_size": 64}, "export": [{"layout": "gptq"}]}})
+
+
+def test_gguf_cannot_hold_dynamic_groups_or_nf4(tmp_path: Path, tiny_llama: Path) -> None:
+    gguf = [{"layout": "gguf"}]
+    variants = {
+        "dynamic": {"preset": "gptq", "format": {"group_size": 32}, "solver": {"act_order": "dynamic"}, "export": gguf},
+        "nf4": {"preset": "nf4", "export": gguf},
+    }
+    message = refusal(tmp_path, tiny_llama, variants)
+    assert "variants.dynamic.export[0]" in message
+    assert "act_order" in message
+    assert "variants.nf4.export[0]" in message
+    plan_for(tmp_path, tiny_llama, {"nf4": {"preset": "nf4", "export": [{"layout": "gguf", "type": "f16"}]}})
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("calibration.seq_len=513", "calibration.seq_len is 513; the model's positions end at 512."),
+        ("evaluate.seq_len=513", "evaluate.seq_len is 513"),
+        ("benchmark.prompt_tokens=509", "prompt and output tokens make 513"),
+        ("calibration.data=nowhere.txt", "calibration: Data file nowhere.txt does not exist."),
+        ("evaluate.data=wiki-paragraph", "evaluate: Unknown data 'wiki-paragraph'"),
+        ("evaluate={data: wiki-paragraphs, split: test}", "has no split 'test'"),
+    ],
+)
+def test_lengths_and_data_are_checked(tmp_path: Path, tiny_llama: Path, override: str, expected: str) -> None:
+    assert expected in refusal(tmp_path, tiny_llama, {"x": {"preset": "nf4"}}, override)
+
+
+def test_everything_wrong_is_reported_together(tmp_path: Path, tiny_llama: Path) -> None:
+    rules = [{"match": "nothing"}]
+    message = refusal(
+        tmp_path, tiny_llama, {"x": {"preset": "nf4", "rules": rules}, "y": {"preset": "fp8", "rules": rules}},
+        "evaluate.seq_len=9999",
+    )  # fmt: skip
+    assert len(message.splitlines()) == 4
+
+
+def test_a_disk_that_is_too_small_is_refused(tmp_path: Path, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    message = refusal(tmp_path, tiny_llama, {"x": {"preset": "nf4"}})
+    assert "on disk" in message
+    assert str(tmp_path) in message
+
+
+def test_memory_that_is_not_there_is_refused_and_not_free_is_warned_about(
+    tmp_path: Path, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(psutil, "swap_memory", lambda: SimpleNamespace(total=0))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=2**40, available=1000))
+    plan = plan_for(tmp_path, tiny_llama, {"x": {"preset": "nf4"}})
+    assert "GiB are free now" in plan.warnings[0]
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=1000, available=1000))
+    assert "of memory; the machine has" in refusal(tmp_path, tiny_llama, {"x": {"preset": "nf4"}})
+
+
+def test_off_grid_of_a_model_on_no_grid_is_warned_about(tmp_path: Path, tiny_llama: Path) -> None:
+    plan = plan_for(tmp_path, tiny_llama, {"x": {"preset": "nf4"}}, "model.off_grid=true")
+    assert "lies on no known grid" in plan.warnings[0]
+
+
+def test_estimates_follow_from_the_model(tmp_path: Path, tiny_llama: Path) -> None:
+    plan = plan_for(tmp_path, tiny_llama, {"x": {"preset": "absmax-int8"}, "y": {"preset": "nf4"}})
+    stored = sum(info.nbytes for info in open_model(tiny_llama).tensors.values())
+    assert plan.estimates["reference"].weight_bytes == stored
+    assert plan.estimates["x"].weight_bytes > plan.estimates["y"].weight_bytes
+    assert plan.estimates["y"].bits_per_weight == pytest.approx(4.5)
+    assert plan.memory > stored
+    assert plan.seconds > 0
+    printed = io.StringIO()
+    plan.print(Console(file=printed, width=80))
+    assert "In all about" in printed.getvalue()
+
+
+@pytest.mark.parametrize("shape", [(6, 192), (5, 100), (1, 64)])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_stored_bytes_equal_those_of_a_quantized_weight(preset: str, shape: tuple[int, int]) -> None:
+    format = format_from_dict(PRESETS[preset]["format"])
+    assert stored_bytes(format, shape) == format.quantize(torch.randn(shape)).nbytes
+
+
+def test_stored_bytes_count_a_tensors_one_scale_once() -> None:
+    format = FORMATS.get("int")(bits=8, granularity="tensor", scale_dtype="float32")
+    assert stored_bytes(format, (10, 64)) == 10 * 64 + 4
