@@ -23,7 +23,7 @@ from qbench.errors import QbenchError
 from qbench.export.gptq_config import IN_BLOCK, ModuleConfig, module_config, quantization_config, refusal, refuse
 from qbench.export.gptq_pack import V1, V2, pack_codes, pack_zeros
 from qbench.export.gptq_source import GPTQSource
-from qbench.export.layouts import Readback, verify
+from qbench.export.layouts import Readback, tracked, verify
 from qbench.export.report import ExportReport
 from qbench.formats.base import QuantizedTensor
 from qbench.formats.integer import Integer
@@ -117,7 +117,7 @@ def _tensors(
     source: ModelSource, modules: Mapping[str, ModuleConfig], checkpoint_format: str, types: Counter[str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor to store, in the source's order; counts the stored types."""
-    for name in source.tensors:
+    for name in tracked(source.tensors, "Writing"):
         tensor = source.load(name)
         if isinstance(tensor, QuantizedTensor):
             module = name.removesuffix(".weight")

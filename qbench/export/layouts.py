@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,7 @@ from qbench.errors import QbenchError
 from qbench.formats.base import QuantizedTensor
 from qbench.lazy import lazy_import
 from qbench.models.source import ModelSource
+from qbench.progress import progress_bar
 from qbench.registry import Registry
 
 if TYPE_CHECKING:
@@ -53,7 +55,7 @@ def verify(source: ModelSource, exported: ModelSource) -> Readback:
                           f"and {len(extra)} that the model does not have ({extra[:3]}).")  # fmt: skip
     worst: tuple[float, str | None] = (0.0, None)
     worst_quantized = 0.0
-    for name in sorted(names):
+    for name in tracked(sorted(names), "Reading back"):
         loaded = source.load(name)
         ours, theirs = _values(loaded), _values(exported.load(name))
         if ours.shape != theirs.shape:
@@ -70,6 +72,14 @@ def verify(source: ModelSource, exported: ModelSource) -> Readback:
         if isinstance(loaded, QuantizedTensor):
             worst_quantized = max(worst_quantized, difference)
     return Readback(*worst, worst_quantized)
+
+
+def tracked(names: Collection[str], description: str) -> Iterator[str]:
+    """`names` one by one, behind a progress bar."""
+    with progress_bar(description, len(names)) as task:
+        for name in names:
+            yield name
+            task.advance()
 
 
 def _values(tensor: torch.Tensor | QuantizedTensor) -> torch.Tensor:

@@ -6,8 +6,8 @@ and ``model.safetensors.index.json``). The bytes depend on nothing but the tenso
 
 from __future__ import annotations
 
+import errno
 import json
-import os
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -89,17 +89,20 @@ def folder_written_whole(folder: Path) -> Iterator[Path]:
     Raises `QbenchError` before anything is written when `folder` holds something else than an earlier export.
     """
     _refuse_foreign(folder)
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.part")
-    shutil.rmtree(temporary, ignore_errors=True)
+    temporary = folder.with_name(f".{folder.name}.part")
+    shutil.rmtree(temporary, ignore_errors=True)  # what a killed run left
     temporary.mkdir(parents=True)
     try:
         yield temporary
         if folder.exists():
             shutil.rmtree(folder)
         temporary.rename(folder)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise QbenchError(f"{folder}: the disk is full; nothing was kept.") from error
         raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _refuse_foreign(folder: Path) -> None:

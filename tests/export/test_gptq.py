@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+import yaml
+from safetensors.torch import load_file, save_file
 
 from qbench.errors import QbenchError
 from qbench.export.gptq import check, read, write
+from qbench.export.gptq_config import BITS, GROUP_SIZES
 from qbench.formats.base import Format, QuantizedTensor
 from qbench.formats.codebook import NF4
 from qbench.formats.integer import Integer
@@ -39,8 +41,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
     for name in tensors:
         if name.endswith(".bias"):
             tensors[name] = torch.linspace(-1, 1, tensors[name].numel()) / 3
-    from safetensors.torch import save_file
-
     save_file(tensors, path, metadata={"format": "pt"})
     return open_model(folder)
 
@@ -232,3 +232,9 @@ def test_write_refuses_what_check_would(model: ModelSource, tmp_path: Path) -> N
 def test_checking_imports_no_torch() -> None:
     code = "import sys, qbench.export.gptq; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_target_table_says_what_is_allowed() -> None:
+    stores = yaml.safe_load((Path(__file__).parents[2] / "export" / "targets" / "gptq.yaml").read_text())["stores"]
+    assert tuple(stores["bits"]) == BITS
+    assert tuple(stores["group_size"]) == GROUP_SIZES

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 
@@ -85,3 +86,17 @@ def test_a_file_in_the_way_is_refused(tmp_path: Path) -> None:
     (tmp_path / "out").write_text("x")
     with pytest.raises(QbenchError, match="is a file"), folder_written_whole(tmp_path / "out"):
         pass
+
+
+def test_a_full_disk_is_one_message(tmp_path: Path) -> None:
+    with pytest.raises(QbenchError, match="disk is full"), folder_written_whole(tmp_path / "out"):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_a_killed_run_left_is_removed(tmp_path: Path) -> None:
+    (tmp_path / ".out.part").mkdir()
+    (tmp_path / ".out.part" / "half").write_text("x")
+    with folder_written_whole(tmp_path / "out") as part:
+        assert not list(part.iterdir())
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
