@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qbench.lazy import lazy_import
-from qbench.results import read_results
+from qbench.result import read_results
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -22,7 +22,7 @@ from qbench.resources import written_whole
 if TYPE_CHECKING:
     import torch
 
-    from qbench.results import Result
+    from qbench.result import Result
     from qbench.runtime.llm import LLM
 
 USER_MISTAKE = 2
@@ -118,7 +118,7 @@ def _speed(job: MeasureJob, recipe: Recipe, llm: LLM, tokens: list[int]) -> list
     from qbench.benchmark.memory import peak_memory
     from qbench.benchmark.metrics import latency_metrics
     from qbench.progress import progress_bar
-    from qbench.results import make_results
+    from qbench.result import make_results
 
     settings = recipe.benchmark
     assert settings is not None
@@ -142,7 +142,7 @@ def _quality(job: MeasureJob, llm: LLM, cut: list[tuple[list[int], int]]) -> lis
     from qbench.evaluate.score import score
     from qbench.evaluate.windows import Window
     from qbench.progress import progress_bar
-    from qbench.results import make_results
+    from qbench.result import make_results
 
     windows = [Window(ids, context) for ids, context in cut]
     with progress_bar(f"{job.variant}: quality", 1):

@@ -23,7 +23,7 @@ from qbench.inputs import Inputs
 from qbench.measure import MeasureJob, run_job, write_stage
 from qbench.progress import console
 from qbench.recipe import Recipe, stage_key
-from qbench.results import Result, make_results
+from qbench.result import Result, make_results
 from qbench.scheme import Scheme
 
 if TYPE_CHECKING:

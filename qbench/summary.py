@@ -13,7 +13,7 @@ from rich.text import Text
 from qbench.report.caveats import caveats
 from qbench.report.run_info import REFERENCE, RunInfo
 from qbench.report.table import Cell, Column, Table, comparison
-from qbench.results import METRICS, read_results
+from qbench.result import METRICS, read_results
 
 
 def print_summary(run_dir: Path, to: Console) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+import qbench
 from qbench.api import results
 from qbench.summary import print_summary
 from tests.report.made_up import HOSTILE, QUALITY, made_up_run
@@ -52,3 +53,8 @@ def test_data_frame_flattens_detail_and_provenance(tmp_path: Path) -> None:
     quality = frame[frame.metric == "perplexity"]
     assert quality.provenance_window_seq_len.tolist() == [512, 512, 512]
     assert quality.provenance_dtype.unique().tolist() == ["float32"]
+
+
+def test_the_public_name_stays_a_function(tmp_path: Path) -> None:
+    run = made_up_run(tmp_path)
+    assert len(qbench.results(run)) == len(qbench.results(run)) > 0

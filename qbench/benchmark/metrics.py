@@ -9,7 +9,7 @@ import numpy as np
 
 from qbench.benchmark.closed_loop import RequestTimes
 
-Measured = tuple[str, float, dict[str, Any]]  # metric, value, detail: the input of `results.make_results`
+Measured = tuple[str, float, dict[str, Any]]  # metric, value, detail: the input of `result.make_results`
 PERCENTILES = (50, 90, 99)  # linear interpolation between the two nearest values, numpy's default
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from qbench.errors import QbenchError
 from qbench.evaluate.windows import Window
 
-Measured = tuple[str, float, dict[str, Any]]  # metric, value, detail: the input of `results.make_results`
+Measured = tuple[str, float, dict[str, Any]]  # metric, value, detail: the input of `result.make_results`
 CHUNK_BYTES = 32 * 2**20  # of one float64 [positions, vocab] array; a few of these live at a time
 
 

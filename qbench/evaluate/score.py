@@ -36,7 +36,7 @@ class Scores:
     divergence: Divergence | None
 
     def measured(self) -> list[Measured]:
-        """(metric, value, detail) triples for `results.make_results`."""
+        """(metric, value, detail) triples for `result.make_results`."""
         return self.perplexity.measured() + (self.divergence.measured() if self.divergence else [])
 
 

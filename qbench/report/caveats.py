@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from qbench.report.run_info import RunInfo
 from qbench.report.table import Table
 from qbench.report.text import significant
-from qbench.results import Result
+from qbench.result import Result
 
 
 def caveats(info: RunInfo, rows: Sequence[Result], table: Table) -> list[str]:

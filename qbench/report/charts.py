@@ -10,7 +10,7 @@ from markupsafe import Markup
 from qbench.report.layers import layer_chart, panels
 from qbench.report.scatter import Point, scatter
 from qbench.report.table import Table
-from qbench.results import Result
+from qbench.result import Result
 
 WIDE, NARROW = 580, 350  # pixels; the style sheet shows the one that fits
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from qbench.results import METRICS, Result
+from qbench.result import METRICS, Result
 
 
 def latency(rows: Sequence[Result], names: Sequence[str]) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from markupsafe import Markup, escape
 
 from qbench.report.svg import Frame, line, linear_axis, log_axis, tag
 from qbench.report.text import significant
-from qbench.results import Result
+from qbench.result import Result
 
 
 @dataclass(frozen=True)

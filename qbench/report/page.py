@@ -17,7 +17,7 @@ from qbench.report.charts import layer_charts, quality_charts
 from qbench.report.run_info import REFERENCE, RunInfo
 from qbench.report.table import comparison
 from qbench.resources import written_whole
-from qbench.results import read_results
+from qbench.result import read_results
 
 NUM_COLORS = 8  # of the style sheet; later variants use them again, dashed
 

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 from qbench.errors import QbenchError
 from qbench.presets import PRESETS
 from qbench.report.text import duration
-from qbench.results import Result
+from qbench.result import Result
 
 REFERENCE = "reference"
 Facts = dict[str, Any]  # shown as they are, in order; the key is the label

@@ -43,7 +43,9 @@ class Axis:
 
     def ticks(self, count: int) -> list[float]:
         """Round values inside the axis, about `count` of them."""
-        return _log_ticks(self.low, self.high, count) if self.log else _linear_ticks(self.low, self.high, count)
+        if self.log and self.high > 4 * self.low:
+            return _log_ticks(self.low, self.high, count)
+        return _linear_ticks(self.low, self.high, count)
 
 
 def linear_axis(values: list[float], start: float, stop: float, *, zero: bool = False) -> Axis:

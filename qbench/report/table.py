@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from qbench.report import text
-from qbench.results import Result, comparable
+from qbench.result import Result, comparable
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from qbench.benchmark.closed_loop import RequestTimes, Workload, run_closed_loop
 from qbench.benchmark.memory import peak_memory, reset_peak_memory
 from qbench.benchmark.metrics import latency_metrics
 from qbench.errors import QbenchError
-from qbench.results import make_results
+from qbench.result import make_results
 from tests.benchmark.fake import FakeEngine
 
 TOKENS = list(range(1000))

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from qbench.results import ResultLog, make_results
+from qbench.result import ResultLog, make_results
 
 HOSTILE = "<script>alert(1)</script>&\"'"
 QUALITY = {"window": {"seq_len": 512, "stride": 511, "bos": None}, "dtype": "float32", "engine": "qbench"}

@@ -10,7 +10,7 @@ from qbench.report.labels import Box, place_labels
 from qbench.report.layers import panels
 from qbench.report.scatter import Point, pareto, scatter
 from qbench.report.svg import Axis, linear_axis, log_axis, tick_text
-from qbench.results import make_results
+from qbench.result import make_results
 
 
 def point(name: str, x: float, y: float) -> Point:

@@ -8,7 +8,7 @@ import pytest
 
 from qbench.errors import QbenchError
 from qbench.report.page import variant_styles, write_report
-from qbench.results import ResultLog, make_results
+from qbench.result import ResultLog, make_results
 from tests.report.made_up import HOSTILE, QUALITY, made_up_run
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from qbench.errors import QbenchError
-from qbench.results import METRICS, Result, ResultLog, comparable, make_results, read_results
+from qbench.result import METRICS, Result, ResultLog, comparable, make_results, read_results
 
 
 def row(variant: str = "a", value: float = 1.0, **provenance: object) -> Result:
