@@ -25,7 +25,7 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
     hidden = file.get(f"{name}.embedding_length", int)
     heads = file.get(f"{name}.attention.head_count", int)
     key_heads = file.get(f"{name}.attention.head_count_kv", int, heads)
-    if heads < 1 or key_heads < 1 or heads % key_heads:
+    if min(hidden, heads, key_heads) < 1 or heads % key_heads:
         raise QbenchError(f"{path}: {heads} query heads and {key_heads} key-value heads do not go together")
     head_dim = file.get(f"{name}.attention.key_length", int, hidden // heads)
     if head_dim < 2 or head_dim % 2:

@@ -49,12 +49,12 @@ _WHOLE_BACK = {hf: gguf for gguf, hf in _WHOLE.items()}
 _IN_BLOCK_BACK = {hf: gguf for gguf, hf in _IN_BLOCK.items()}
 
 
-def to_huggingface(name: str) -> str | None:
-    """Hugging Face's name of a GGUF tensor; None when there is none."""
-    match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
-    if match and match[2] in _IN_BLOCK:
-        return f"model.layers.{int(match[1])}.{_IN_BLOCK[match[2]]}.{match[3]}"
-    return _WHOLE.get(name)
+def to_huggingface(name: str) -> str:
+    """Hugging Face's name of a GGUF tensor of a supported network."""
+    if name in _WHOLE:
+        return _WHOLE[name]
+    _, block, part, kind = name.split(".")
+    return f"model.layers.{block}.{_IN_BLOCK[part]}.{kind}"
 
 
 def to_gguf(name: str) -> str | None:

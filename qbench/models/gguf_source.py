@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 import gguf
+import numpy as np
 import torch
 
 from qbench.errors import QbenchError
 from qbench.formats.gguf_blocks import DECODERS
+from qbench.models.content_hash import content_hash
 from qbench.models.gguf_config import config_from_gguf
 from qbench.models.gguf_file import GGUFFile, GGUFTensor, read_gguf
 from qbench.models.gguf_names import ARCHITECTURES, rotary_heads, rows_to_huggingface, to_huggingface
 from qbench.models.gguf_rope import FACTORS_TENSOR
+from qbench.models.gguf_shapes import check_tensors
 from qbench.models.gguf_tokenizer import GGUFTokenizer
 from qbench.models.source import ModelSource, TensorInfo
-from qbench.resources import sha256_file
 
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 
@@ -45,6 +46,19 @@ def decode(tensor: GGUFTensor) -> torch.Tensor:
     return torch.from_numpy(gguf.quants.dequantize(rows.numpy(), gguf.GGMLQuantizationType[tensor.type]))
 
 
+@cache
+def can_decode(kind: str) -> bool:
+    """Whether `decode` knows a ggml type."""
+    if kind in PLAIN or kind in DECODERS:
+        return True
+    ggml_type = gguf.GGMLQuantizationType[kind]
+    try:
+        gguf.quants.dequantize(np.zeros(gguf.GGML_QUANT_SIZES[ggml_type][1], np.uint8), ggml_type)
+    except NotImplementedError:
+        return False
+    return True
+
+
 class GGUFSource(ModelSource):
     """See `open_gguf`. `load` gives F32, F16 and BF16 as stored and every block type as float32."""
 
@@ -53,31 +67,19 @@ class GGUFSource(ModelSource):
         self.file = file
         self.config = config_from_gguf(file)
         self.tokenizer = GGUFTokenizer(file)
-        self._places: dict[str, GGUFTensor] = {}
-        for tensor in file.tensors.values():
-            name = to_huggingface(tensor.name)
-            if name is None and tensor.name != FACTORS_TENSOR:
-                raise QbenchError(f"{location}: tensor {tensor.name!r} has no place in this architecture")
-            if name is not None:
-                self._check(tensor)
-                self._places[name] = tensor
-        linears = Counter(t.type for n, t in self._places.items() if ".layers." in n and len(t.shape) == 2)
-        if not linears:
-            raise QbenchError(f"{location}: has no decoder blocks")
+        if len(self.tokenizer.tokens) > self.config["vocab_size"]:
+            found = f"{len(self.tokenizer.tokens)} tokens for {self.config['vocab_size']} embedding rows"
+            raise QbenchError(f"{location}: {found}")
+        places = check_tensors(file, self.config)
+        for name in sorted(file.tensors.keys() - places.keys() - {FACTORS_TENSOR}):
+            raise QbenchError(f"{location}: tensor {name!r} has no place in this architecture")
+        for name, tensor in places.items():
+            if not can_decode(tensor.type):
+                raise QbenchError(f"{location}: tensor {name!r} is of type {tensor.type}, which cannot be read")
+        self._places = {to_huggingface(name): tensor for name, tensor in places.items()}
+        linears = Counter(t.type for t in places.values() if t.name.startswith("blk.") and len(t.shape) == 2)
         most = linears.most_common(1)[0][0]
         self.grid = None if most in PLAIN else most
-
-    def _check(self, tensor: GGUFTensor) -> None:
-        """Refuses a block type that nothing here can decode and rows that do not divide into heads."""
-        known = {*PLAIN, *DECODERS, *(kind.name for kind in gguf.quants._type_traits)}
-        if tensor.type not in known:
-            raise QbenchError(f"{self.location}: tensor {tensor.name!r} is of type {tensor.type}, which cannot be read")
-        heads = self._heads(tensor)
-        if heads and tensor.shape[0] != heads * self.config["head_dim"]:
-            raise QbenchError(
-                f"{self.location}: tensor {tensor.name!r} has {tensor.shape[0]} rows, not {heads} heads of "
-                f"{self.config['head_dim']}"
-            )
 
     def _heads(self, tensor: GGUFTensor) -> int | None:
         if not ARCHITECTURES[self.file.metadata["general.architecture"]].interleaved_rows:
@@ -86,9 +88,8 @@ class GGUFSource(ModelSource):
 
     @cached_property
     def revision(self) -> str:
-        """SHA-256 of the file; of the parts' hashes when it is split."""
-        hashes = [sha256_file(path) for path in self.file.paths]
-        return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
+        """A hash of the content of every part."""
+        return content_hash({f"{number:05d}": path for number, path in enumerate(self.file.paths)})
 
     @cached_property
     def tensors(self) -> dict[str, TensorInfo]:

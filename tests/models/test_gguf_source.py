@@ -14,8 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from qbench.errors import QbenchError
 from qbench.export.gguf import write
+from qbench.models.gguf_file import read_gguf
 from qbench.models.gguf_names import rows_to_gguf, rows_to_huggingface, to_gguf
-from qbench.models.gguf_source import GGUFSource, open_gguf
+from qbench.models.gguf_source import GGUFSource, can_decode, decode, open_gguf
 from qbench.models.source import ModelSource, open_model
 from tests.models import gguf_bytes
 from tests.models.gguf_bytes import patched
@@ -87,32 +88,34 @@ def test_row_order_goes_both_ways(heads: int, head_dim: int) -> None:
 
 
 @pytest.mark.trap(36)
-def test_bfloat16_is_bit_exact(tmp_path: Path, tiny_llama: Path) -> None:
-    patterns = torch.arange(2**16, dtype=torch.int32).to(torch.int16).reshape(64, 1024)
-    tokens = [f"t{i}" for i in range(64)]
+def test_bfloat16_is_bit_exact(tmp_path: Path) -> None:
+    patterns = torch.arange(2**16, dtype=torch.int32).to(torch.int16).reshape(64, 1024)  # every one, subnormals too
     path = tmp_path / "m.gguf"
     writer = gguf.GGUFWriter(path, "llama")
-    for key, value in {"embedding_length": 1024, "block_count": 1, "attention.head_count": 16}.items():
-        writer.add_uint32(f"llama.{key}", value)
-    for key, value in {"feed_forward_length": 64, "context_length": 64}.items():
-        writer.add_uint32(f"llama.{key}", value)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(tokens)
-    writer.add_token_merges([])
-    raw = patterns.numpy().view(np.uint8)
-    writer.add_tensor("token_embd.weight", raw, raw_dtype=gguf.GGMLQuantizationType.BF16)
-    writer.add_tensor("blk.0.ffn_up.weight", raw, raw_dtype=gguf.GGMLQuantizationType.BF16)
+    writer.add_tensor("w", patterns.numpy().view(np.uint8), raw_dtype=gguf.GGMLQuantizationType.BF16)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    source = open_gguf(path)
-    loaded = source.load("model.embed_tokens.weight")
+    loaded = decode(read_gguf(path).tensors["w"])
     assert loaded.dtype == torch.bfloat16
     assert torch.equal(loaded.view(torch.int16), patterns)
-    assert source.grid is None
+
+
+@pytest.mark.parametrize("kind", ["Q5_0", "Q4_K", "Q6_K", "IQ4_XS", "MXFP4"])
+def test_other_block_types_are_decoded(tmp_path: Path, kind: str) -> None:
+    ggml_type = gguf.GGMLQuantizationType[kind]
+    _, block_bytes = gguf.GGML_QUANT_SIZES[ggml_type]
+    raw = np.random.default_rng(0).integers(0, 60, (6, 2 * block_bytes), dtype=np.uint8)
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    writer.add_tensor("w", raw, raw_dtype=ggml_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert can_decode(kind)
+    loaded = decode(read_gguf(tmp_path / "m.gguf").tensors["w"])
+    np.testing.assert_array_equal(loaded.numpy(), gguf.quants.dequantize(raw, ggml_type))
 
 
 @pytest.mark.trap(42)
@@ -163,7 +166,13 @@ def split_in_two(path: Path, folder: Path) -> list[Path]:
         ({"llama__block_count": None}, r"'llama\.block_count' is missing"),
         ({"llama__block_count": "3"}, "is str"),
         ({"llama__attention__head_count": 0}, "0 query heads"),
-        ({"llama__attention__head_count": 2}, "64 rows, not 2 heads of"),
+        ({"llama__attention__head_count": 2}, r"'blk\.0\.attn_q\.weight' has shape \(64, 64\), expected \(32, 64\)"),
+        ({"llama__block_count": 2}, r"'blk\.2\.\w+\.weight' has no place"),
+        ({"llama__block_count": 4}, r"'blk\.3\.attn_norm\.weight' is missing"),
+        ({"llama__block_count": 2**31}, "2147483648 blocks"),
+        ({"llama__embedding_length": 0}, "query heads"),
+        ({"llama__feed_forward_length": 64}, r"ffn_gate\.weight' has shape \(128, 64\), expected \(64, 64\)"),
+        ({"tokenizer__ggml__tokens": [str(i) for i in range(301)], "tokenizer__ggml__token_type": None}, "301 tokens"),
         ({"llama__attention__value_length": 8}, "unequal length"),
         ({"llama__expert_count": 8}, "mixture-of-experts"),
         ({"llama__rope__scaling__type": "yarn"}, "rope scaling 'yarn'"),
@@ -180,7 +189,7 @@ def test_what_is_not_supported_is_named(tmp_path: Path, tiny_gguf: Path, change:
         open_gguf(patched(tiny_gguf, tmp_path, **change))
 
 
-def test_unknown_tensor_is_named(tmp_path: Path) -> None:
+def test_files_that_are_no_model_are_named(tmp_path: Path) -> None:
     with pytest.raises(QbenchError, match="no such file"):
         open_gguf(tmp_path / "missing.gguf")
     empty = gguf_bytes.write(tmp_path / "empty.gguf")
