@@ -51,6 +51,11 @@ def fp8_linear(x: torch.Tensor, weight: QuantizedTensor, bias: torch.Tensor | No
     return product.to(x.dtype)
 
 
+def has_nan(codes: torch.Tensor) -> bool:
+    """Whether float8_e4m3fn `codes` hold one of the two NaN bytes."""
+    return bool((codes.view(torch.uint8) & 127 == 127).any())
+
+
 def e4m3_over_256(codes: torch.Tensor) -> torch.Tensor:
     """Float16 values of finite float8_e4m3fn `codes`, each divided by 256."""
     bits = codes.view(torch.int8).to(torch.int16)  # the sign spreads over the upper byte

@@ -39,7 +39,7 @@ def prepare(weight: torch.Tensor | QuantizedTensor, dtype: torch.dtype, device: 
         return moved.t().contiguous().t() if device.type == "cpu" else moved
     if device.type == "cpu" and bags.supports(weight):
         return BagWeight.repack(weight)
-    if isinstance(weight.format, FP8) and bool(weight.parts["codes"].isnan().any()):
+    if isinstance(weight.format, FP8) and codebook.has_nan(weight.parts["codes"]):
         raise QbenchError("an FP8 weight holds NaN codes; allowed: finite values.")
     return QuantizedTensor(weight.format, weight.shape, {k: v.to(device) for k, v in weight.parts.items()})
 

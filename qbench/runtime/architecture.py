@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING
 
 from qbench.errors import QbenchError
@@ -26,6 +28,8 @@ _FAMILIES = {
     "Qwen2ForCausalLM": _Family("qwen2", qkv_bias=True),
     "Qwen3ForCausalLM": _Family("qwen3", qk_norm=True),
 }
+
+_IGNORED = ("model_type", "dtype", "torch_dtype", "quantization_config")  # say nothing of the decoder's shape
 
 
 @dataclass(frozen=True)
@@ -56,21 +60,27 @@ class Architecture:
         if name not in _FAMILIES:
             raise QbenchError(f"config.json: architecture {name!r} is not supported. {nearest(name, _FAMILIES)}")
         family = _FAMILIES[name]
+        fields = {k: deepcopy(v) for k, v in config.items() if k not in _IGNORED}  # nested dicts get changed
         try:
-            full = CONFIG_MAPPING[family.model_type](**{k: v for k, v in config.items() if k != "model_type"})
-        except (KeyError, TypeError, ValueError) as error:
+            full = CONFIG_MAPPING[family.model_type](**fields)
+        except (StrictDataclassError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
             raise QbenchError(f"config.json: {name} does not accept it: {error}") from error
         if full.hidden_act != "silu":
             raise QbenchError(f"config.json: hidden_act {full.hidden_act!r} is not supported; allowed: 'silu'.")
+        heads, kv_heads = full.num_attention_heads, full.num_key_value_heads
+        if kv_heads < 1 or heads % kv_heads:
+            raise QbenchError(
+                f"config.json: num_key_value_heads is {kv_heads}; allowed: a divisor of num_attention_heads ({heads})."
+            )
         attention_bias = bool(getattr(full, "attention_bias", False))
         return cls(
             vocab_size=full.vocab_size,
             hidden_size=full.hidden_size,
             intermediate_size=full.intermediate_size,
             num_layers=full.num_hidden_layers,
-            num_heads=full.num_attention_heads,
-            num_kv_heads=full.num_key_value_heads,
-            head_dim=getattr(full, "head_dim", None) or full.hidden_size // full.num_attention_heads,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=getattr(full, "head_dim", None) or full.hidden_size // heads,
             norm_eps=full.rms_norm_eps,
             max_positions=full.max_position_embeddings,
             tied_head=bool(full.tie_word_embeddings),

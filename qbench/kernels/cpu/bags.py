@@ -42,7 +42,7 @@ class BagWeight:
     shape: tuple[int, int]  # [out, in]
     bits: int
     rows: torch.Tensor  # uint8 [in, out * bits / 8 + 4 or 8]: codes, then scale 1 and bias -middle; groups in order
-    scale: torch.Tensor  # [groups, out], or [1, 1]
+    scale: torch.Tensor  # [groups, out] as stored; float32 [1, out] or [1, 1] without groups
     zero: torch.Tensor | None  # int8 [groups, out] or [1, 1]: zero point minus middle
     order: torch.Tensor | None  # int32 [in]: the column each row is of, when act-order mixed them
     group_of_row: torch.Tensor  # int32 [in]
@@ -72,7 +72,7 @@ class BagWeight:
             shape=(out, width),
             bits=bits,
             rows=rows,
-            scale=parts["scale"].T.contiguous(),
+            scale=(parts["scale"].float() if groups == 1 else parts["scale"]).T.contiguous(),
             zero=None if zero is None else (zero.T.to(torch.int16) - weight.format.middle).to(torch.int8).contiguous(),
             order=None if order is None else order.int(),
             group_of_row=group_of_row,
@@ -112,9 +112,14 @@ class BagWeight:
             return y.mul_(scale)
         y = sums.mul_(scale).sum(1)
         if self.zero is not None:
-            group_sums = x.new_zeros(n, len(scale)).index_add_(1, self.group_of_row, x)
-            y -= group_sums @ (scale * self.zero)
+            y -= self._group_sums(x) @ (scale * self.zero)
         return y
+
+    def _group_sums(self, x: torch.Tensor) -> torch.Tensor:
+        n, groups = len(x), len(self.scale)
+        if self.even_groups:
+            return x.view(n, groups, -1).sum(2)
+        return x.new_zeros(n, groups).index_add_(1, self.group_of_row, x)
 
     def _bags(self, columns: torch.Tensor, starts: torch.Tensor, factors: torch.Tensor | None) -> torch.Tensor:
         """Float32 sums ``[bags, out]`` of decoded rows, each times its factor; a bag goes up to the next start."""
