@@ -18,11 +18,12 @@ from qbench.formats.size import stored_bytes
 from qbench.models.source import ModelSource, TensorInfo
 from qbench.models.structure import layer_index
 from qbench.recipe import Recipe
-from qbench.resolve import module_shapes
+from qbench.resolve import HEAD, module_shapes
 from qbench.scheme import Scheme
 
 PROCESS_BYTES = 600 * 2**20  # the interpreter with torch and transformers
 BATCH_TOKENS = 4096  # of calibration and scoring, taken at once
+LOGIT_ROWS = 512  # positions whose logits are held at once
 FLOAT32 = 4
 STORED = {"F32": 4, "F16": 2, "BF16": 2}  # anything else is decoded to float32 when it is loaded
 # Share of the matrix-product speed that was reached with a 135M model in float32 on processor cores with AVX-512.
@@ -82,6 +83,9 @@ class Estimator:
     def __init__(self, recipe: Recipe, source: ModelSource, speed: float) -> None:
         self.recipe, self.source, self.speed = recipe, source, speed
         self.shapes = module_shapes(source)
+        self.linears = {name: shape for name, shape in self.shapes.items() if layer_index(name) is not None}
+        self.head = self.shapes.get(HEAD, (0, 0))
+        self.hidden_size = self.head[1]
         self.parameters = sum(map(count, source.tensors.values()))
         self.inside = sum(count(info) for name, info in source.tensors.items() if layer_index(name) is not None)
 
@@ -95,7 +99,7 @@ class Estimator:
         )
         weights = sum(math.prod(self.shapes[name]) for name in compressed)
         total = plain + sum(compressed.values())
-        hidden = self._calibration_tokens() * self.source.config["hidden_size"] * FLOAT32
+        hidden = self._calibration_tokens() * self.hidden_size * FLOAT32
         return Estimate(
             weight_bytes=total,
             bits_per_weight=8 * sum(compressed.values()) / weights if weights else 0.0,
@@ -125,36 +129,32 @@ class Estimator:
         widest = max((self.shapes[name][1] for name in schemes), default=0)
         hessians = (4 if any(s.solver.uses_hessian for s in schemes.values()) else 1) * widest**2 * FLOAT32
         batch = min(BATCH_TOKENS, self._calibration_tokens())
-        inner: int = self.source.config["intermediate_size"] + self.source.config["hidden_size"]
-        activations = 3 * batch * inner * FLOAT32
-        head = outside if "lm_head" in schemes else outside // 2
+        activations = 3 * batch * (self.hidden_size + max(rows for rows, _ in self.linears.values())) * FLOAT32
+        head = outside if HEAD in schemes else outside // 2
         largest = max(blocks.values(), default=0)
         return PROCESS_BYTES + 2 * largest + head + hessians + 2 * hidden + activations
 
     def _run_memory(self, weights: int) -> int:
         """Weights, the cache of the longest requests at the highest concurrency, and one batch's logits."""
-        config, benchmark = self.source.config, self.recipe.benchmark
         tokens = BATCH_TOKENS
-        if benchmark is not None:
+        if (benchmark := self.recipe.benchmark) is not None:
             tokens = max(tokens, max(benchmark.concurrency) * (benchmark.prompt_tokens + benchmark.output_tokens))
-        heads = config["num_attention_heads"]
-        width = config.get("head_dim") or config["hidden_size"] // heads
-        per_token = 2 * config["num_hidden_layers"] * (config.get("num_key_value_heads") or heads) * width * FLOAT32
-        logits = 2 * 512 * config["vocab_size"] * FLOAT32
-        return PROCESS_BYTES + weights + tokens * int(per_token) + int(logits)
+        a_token = sum(rows for name, (rows, _) in self.linears.items() if name.endswith(("k_proj", "v_proj")))
+        logits = 2 * LOGIT_ROWS * self.head[0]
+        return PROCESS_BYTES + weights + (tokens * a_token + logits) * FLOAT32
 
     def _compress_seconds(self, schemes: Mapping[str, Scheme]) -> float:
         solved = [self.shapes[name] for name, scheme in schemes.items() if scheme.solver.uses_hessian]
         tokens = self._calibration_tokens() if solved else min(BATCH_TOKENS, self._calibration_tokens())
         passes = 2.5 if solved else 1.9  # a block's forward passes: partial ones up to each group of linears, one whole
-        products = tokens * sum(2 * shape[1] ** 2 for shape in self.shapes.values()) / 2  # many share their input
+        products = tokens * sum(2 * shape[1] ** 2 for shape in self.linears.values()) / 2  # many share their input
         forward = 2 * tokens * self.inside * passes + products
         solve = sum(2 * rows * width**2 + 4 * width**3 for rows, width in solved)
         return self._seconds(forward, "forward") + self._seconds(solve, "solve")
 
     def _measure_seconds(self) -> float:
         """Scoring the evaluation rows, then the requests at each concurrency."""
-        a_token = 2 * (self.inside + math.prod(self.shapes["lm_head"]))
+        a_token = 2 * (self.inside + math.prod(self.head))
         seconds = 0.0
         if (evaluate := self.recipe.evaluate) is not None:
             seconds += self._seconds(a_token * evaluate.rows * evaluate.seq_len, "forward")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from qbench.models.source import ModelSource
-from qbench.models.structure import layer_index, linear_names, match
+from qbench.models.structure import block_count, layer_index, linear_names, match
 from qbench.recipe import Variant
 from qbench.scheme import Scheme
 
-HEAD = "lm_head"
+HEAD, EMBEDDING = "lm_head", "model.embed_tokens.weight"
 
 
 def module_shapes(source: ModelSource) -> dict[str, tuple[int, int]]:
@@ -15,7 +15,7 @@ def module_shapes(source: ModelSource) -> dict[str, tuple[int, int]]:
 
     A tied head has the embedding's shape; compressing it unties it.
     """
-    depth = source.config["num_hidden_layers"]
+    depth = block_count(source.config)
     shapes: dict[str, tuple[int, int]] = {}
     for name, info in source.tensors.items():
         module = name.removesuffix(".weight")
@@ -23,8 +23,8 @@ def module_shapes(source: ModelSource) -> dict[str, tuple[int, int]]:
         inside = index is not None and index < depth
         if module != name and len(info.shape) == 2 and (inside or module == HEAD):
             shapes[module] = (info.shape[0], info.shape[1])
-    if HEAD not in shapes:
-        shapes[HEAD] = (source.config["vocab_size"], source.config["hidden_size"])
+    if HEAD not in shapes and (embedding := source.tensors.get(EMBEDDING)) is not None:
+        shapes[HEAD] = (embedding.shape[0], embedding.shape[1])
     return shapes
 
 

@@ -120,6 +120,14 @@ def _check_model(recipe: Recipe, source: ModelSource) -> tuple[list[str], list[s
             f"The source's weights lie on the {source.grid} grid, which flatters formats like it; "
             "set model.off_grid to compare formats fairly."
         )
+    if recipe.evaluate is not None or recipe.benchmark is not None:
+        from qbench.runtime.architecture import Architecture
+        from qbench.runtime.weights import check_tensors
+
+        try:
+            check_tensors(source, Architecture.from_config(source.config))
+        except QbenchError as error:
+            wrong.append(f"the model cannot be measured (evaluate, benchmark): {error}")
     limit = source.config.get("max_position_embeddings")
     sections: list[tuple[str, Rows]] = [("calibration", recipe.calibration)]
     if recipe.evaluate is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -145,6 +146,34 @@ def test_gguf_cannot_hold_dynamic_groups_or_nf4(tmp_path: Path, tiny_llama: Path
 )
 def test_lengths_and_data_are_checked(tmp_path: Path, tiny_llama: Path, override: str, expected: str) -> None:
     assert expected in refusal(tmp_path, tiny_llama, {"x": {"preset": "nf4"}}, override)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"num_hidden_layers": None}, "num_hidden_layers is None"),
+        ({"architectures": ["GPT2LMHeadModel"]}, "the model cannot be measured (evaluate, benchmark): config.json"),
+        ({"num_hidden_layers": 4}, "missing: model.layers.3."),
+        ({"vocab_size": 301}, "config.json asks for [301, 64]"),
+    ],
+)
+def test_a_model_that_could_not_be_measured_is_refused(
+    tmp_path: Path, tiny_llama: Path, change: dict[str, Any], expected: str
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny_llama, model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | change))
+    assert expected in refusal(tmp_path, model, {"x": {"preset": "nf4"}})
+
+
+def test_a_model_that_is_only_compressed_need_not_run(tmp_path: Path, tiny_llama: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny_llama, model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"architectures": ["GemmaForCausalLM"]}))
+    plan = plan_for(tmp_path, model, {"x": {"preset": "nf4"}}, "evaluate=null", "benchmark=null")
+    assert plan.estimates["reference"].seconds == 0
 
 
 def test_everything_wrong_is_reported_together(tmp_path: Path, tiny_llama: Path) -> None:

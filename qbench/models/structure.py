@@ -22,6 +22,14 @@ def layer_index(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
+def block_count(config: Mapping[str, Any]) -> int:
+    """The number of decoder blocks. Raises `QbenchError` when the config does not say it."""
+    count = config.get("num_hidden_layers")
+    if not isinstance(count, int):
+        raise QbenchError(f"config.json: num_hidden_layers is {count!r}; expected the number of decoder blocks.")
+    return count
+
+
 def linear_names(tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]) -> list[str]:
     """Modules (names without ``.weight``) that are compressed when a recipe says nothing else, in `tensors`' order
     sorted by block: every two-dimensional weight of a decoder block except MoE routers.
@@ -29,9 +37,7 @@ def linear_names(tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]) -
     Blocks beyond ``num_hidden_layers`` (multi-token prediction heads) are no part of the decoder and left alone.
     Raises `QbenchError` when the config does not say how many blocks there are.
     """
-    count = config.get("num_hidden_layers")
-    if not isinstance(count, int):
-        raise QbenchError(f"config.json: num_hidden_layers is {count!r}; expected the number of decoder blocks.")
+    count = block_count(config)
     found = []
     for name, info in tensors.items():
         index = layer_index(name)

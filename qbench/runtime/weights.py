@@ -21,7 +21,7 @@ def load_weights(
     Raises `QbenchError` naming tensors that are missing, unexpected or of another shape.
     """
     shapes = architecture.tensor_shapes()
-    _check(source, shapes, architecture.tied_head)
+    check_tensors(source, architecture)
     weights = {name: _load(source, name, dtype, device) for name in shapes}
     if architecture.tied_head:
         weights[HEAD] = weights[EMBEDDING]
@@ -57,10 +57,12 @@ def resident_bytes(weights: dict[str, Weight]) -> int:
     return sum({id(weight): weight.nbytes for weight in weights.values()}.values())
 
 
-def _check(source: ModelSource, shapes: dict[str, tuple[int, ...]], tied_head: bool) -> None:
+def check_tensors(source: ModelSource, architecture: Architecture) -> None:
+    """Raises `QbenchError` naming tensors that are missing, unexpected or of another shape."""
+    shapes = architecture.tensor_shapes()
     found = {name: info for name, info in source.tensors.items() if not name.endswith(".rotary_emb.inv_freq")}
     problems = []
-    if tied_head and found.pop(HEAD, None) is not None and not _equal(source, EMBEDDING, HEAD):
+    if architecture.tied_head and found.pop(HEAD, None) is not None and not _equal(source, EMBEDDING, HEAD):
         problems.append(f"{HEAD} differs from {EMBEDDING}, yet tie_word_embeddings is true")
     for kind, names in (("missing", shapes.keys() - found.keys()), ("unexpected", found.keys() - shapes.keys())):
         if names:
