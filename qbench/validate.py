@@ -14,6 +14,7 @@ from rich.table import Table
 from qbench.calibration.data import check_data
 from qbench.errors import QbenchError
 from qbench.estimate import Estimate, Estimator, machine_speed
+from qbench.export.gguf import check_tokenizer
 from qbench.export.layouts import CHECKS
 from qbench.models.source import ModelSource
 from qbench.models.structure import match
@@ -179,6 +180,8 @@ def _check_exports(name: str, variant: Variant, schemes: dict[str, Scheme], sour
         options = export.model_dump(exclude={"layout"}, exclude_none=True)
         try:
             CHECKS.get(export.layout)(schemes, shapes, source.config, **options)
+            if export.layout == "gguf":
+                check_tokenizer(source)
         except QbenchError as error:
             wrong.append(f"variants.{name}.export[{index}]: {error}")
     return wrong

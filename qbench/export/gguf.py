@@ -58,6 +58,11 @@ def check(
     refuse(problems)
 
 
+def check_tokenizer(source: ModelSource, pre_tokenizer: str | None = None) -> None:
+    """Raises `QbenchError` when a GGUF file cannot hold the source's tokenizer; reads no weights."""
+    _metadata(source, pre_tokenizer)
+
+
 def read(location: str | Path) -> GGUFSource:
     """Opens a GGUF file, whoever made it."""
     from qbench.models.gguf_source import open_gguf

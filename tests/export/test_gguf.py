@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from qbench.errors import QbenchError
-from qbench.export.gguf import check, read, write
+from qbench.export.gguf import check, check_tokenizer, read, write
 from qbench.formats.base import Format
 from qbench.formats.codebook import NF4
 from qbench.formats.gguf_blocks import ENCODERS
@@ -325,6 +325,8 @@ def test_pre_tokenizer_is_never_guessed(tmp_path: Path) -> None:
     (folder / "tokenizer.json").write_text(json.dumps(described))
     with pytest.raises(QbenchError, match="Give pre_tokenizer"):
         write(open_model(folder), tmp_path / "a.gguf")
+    with pytest.raises(QbenchError, match="Give pre_tokenizer"):
+        check_tokenizer(open_model(folder))
     with pytest.raises(QbenchError, match="Unknown pre-tokenizer 'gpt2'"):
         write(open_model(folder), tmp_path / "a.gguf", pre_tokenizer="gpt2")
     report = write(open_model(folder), tmp_path / "a.gguf", pre_tokenizer="qwen2")
