@@ -114,7 +114,7 @@ class CompressedWriter:
                 quantized[name] = entry
             else:
                 plain[name] = tensor.contiguous()
-        metadata = {"format": "pt", "qbench": json.dumps(quantized, sort_keys=True)}
+        metadata = {"qbench": json.dumps(quantized, sort_keys=True)}  # one key: safetensors shuffles several
         with written_whole(self.shard_path(index)) as temporary:
             save_file(plain, temporary, metadata=metadata)
 

@@ -60,21 +60,23 @@ class SafetensorsFile:
     def load(self, name: str) -> torch.Tensor:
         """The tensor in its stored dtype, on the CPU. KeyError on an unknown name."""
         entry = self._entries[name]
-        data = self.read_bytes(name)
         dtype = getattr(torch, DTYPES[entry.info.dtype][1])
-        if not data:
-            return torch.empty(entry.info.shape, dtype=dtype)
-        return torch.frombuffer(data, dtype=torch.uint8).view(dtype).reshape(entry.info.shape)
+        # Torch's own allocation: its alignment is always the same, and with it the last bits of every product.
+        tensor = torch.empty(entry.info.shape, dtype=dtype)
+        self._read_into(name, memoryview(tensor.view(-1).view(torch.uint8).numpy()))
+        return tensor
 
     def read_bytes(self, name: str) -> bytearray:
         """The tensor's stored bytes."""
-        entry = self._entries[name]
-        data = bytearray(entry.info.nbytes)
+        data = bytearray(self._entries[name].info.nbytes)
+        self._read_into(name, memoryview(data))
+        return data
+
+    def _read_into(self, name: str, data: memoryview) -> None:
         with self.path.open("rb") as file:
-            file.seek(entry.start)
+            file.seek(self._entries[name].start)
             if file.readinto(data) != len(data):
                 raise QbenchError(f"{self.path}: tensor {name!r} could not be read whole; the file became shorter.")
-        return data
 
 
 def _read_header(path: Path) -> dict[str, _Entry]:
