@@ -1,6 +1,7 @@
 # qbench: `make help` lists what can be done.
 PYTHON ?= python3
 VENV ?= .venv
+ORACLES ?= .venv-oracles
 BIN := $(VENV)/bin
 RUN := runs/quickstart
 
@@ -19,11 +20,19 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,oracles]'
 	@touch $@
 
+# Another environment for the judges that change torch and transformers when they are imported.
+$(ORACLES)/.installed: export/oracle-gptq.txt
+	$(PYTHON) -m venv $(ORACLES)
+	$(ORACLES)/bin/pip install --quiet --upgrade pip
+	$(ORACLES)/bin/pip install --quiet --requirement export/oracle-gptq.txt
+	$(ORACLES)/bin/pip install --quiet --no-deps gptqmodel==7.7.0
+	@touch $@
+
 demo: $(VENV)/.installed ## install, fetch the default model and its data, run recipes/quickstart.yaml
 	$(BIN)/qbench run recipes/quickstart.yaml --out $(RUN)
 
-test: $(VENV)/.installed ## run all tests
-	$(BIN)/python -m pytest
+test: $(VENV)/.installed $(ORACLES)/.installed ## run all tests, those judged by other tools included
+	QBENCH_ORACLES_PYTHON=$(abspath $(ORACLES))/bin/python $(BIN)/python -m pytest -m "not gpu"
 
 check: $(VENV)/.installed ## lint, format check and types
 	$(BIN)/ruff check .
@@ -35,10 +44,10 @@ fix: $(VENV)/.installed ## let ruff mend what it can
 	$(BIN)/ruff format .
 
 schema: $(VENV)/.installed ## write recipes/schema.json from the recipe model
-	$(BIN)/python -m qbench.recipe
+	$(BIN)/python -m qbench.recipe_schema
 
 wheel: $(VENV)/.installed ## build the wheel into dist/
 	$(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir dist .
 
 clean: ## remove the environment, builds and runs
-	rm -rf $(VENV) dist build runs
+	rm -rf $(VENV) $(ORACLES) dist build runs

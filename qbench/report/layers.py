@@ -61,7 +61,7 @@ def layer_chart(panel: Panel, domain: list[float], width: int, height: int, clas
     x = linear_axis([float(layer) for layer in layers], frame.left, width - frame.right)
     y = log_axis(domain, height - frame.bottom, frame.top)
     small = height < 250
-    x_ticks = [tick for tick in x.ticks(4 if small else max(4, width // 80)) if tick.is_integer()]
+    x_ticks = [tick for tick in x.ticks(4 if small else max(4, width // 80)) if float(tick).is_integer()]
     parts = frame.axes(x, y, "" if small else "layer", panel.title, x_ticks, y.ticks(3))
     for series in panel.series:
         points = [(x(layer), y(error)) for layer, error in series.errors.items()]
