@@ -27,7 +27,7 @@ from qbench.scheme import Scheme
 from qbench.solvers.nearest import Nearest
 
 BATCH_TOKENS = 4096  # calibration tokens a forward pass takes at once
-ERROR_TOKENS = 4096  # tokens the error is measured on when no solver asks for statistics
+ERROR_TOKENS = 2048  # tokens the error is measured on when no solver asks for statistics
 
 
 @dataclass(frozen=True)

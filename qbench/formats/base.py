@@ -31,49 +31,75 @@ class Format(ABC):
     def block_size(self, in_features: int) -> int:
         """Number of neighbouring input columns that share parameters (the whole row: `in_features`)."""
 
+    def shared(self, weight: torch.Tensor) -> Params:
+        """What all blocks of a weight have in common (a scale of the scales), found before any block is fitted."""
+        return {}
+
     @abstractmethod
-    def fit(self, columns: torch.Tensor) -> Params:
-        """Parameters for float32 `columns` ``[out, n]``, one set a row: each tensor ``[out, 1]``."""
+    def fit(self, columns: torch.Tensor, shared: Params, importance: torch.Tensor | None = None) -> Params:
+        """Parameters for one block of float32 `columns` ``[out, n]``: each tensor ``[out, k]``, k = 1 for most formats.
+
+        `importance` ``[out, n]`` (or ``[1, n]``) >= 0 weighs the squared error of each weight, for formats that search.
+        """
+
+    def spread(self, params: Params, start: int, stop: int) -> Params:
+        """The parameters of a block's columns ``start..stop``, to broadcast against ``[out, stop - start]``.
+
+        The same for every column unless blocks have sub-blocks.
+        """
+        return params
 
     @abstractmethod
     def encode(self, columns: torch.Tensor, params: Params) -> torch.Tensor:
-        """Codes ``[out, n]`` (one a weight, unpacked) of float32 `columns` ``[out, n]`` under `params`."""
+        """Codes ``[out, n]`` (one a weight, unpacked) of float32 `columns` ``[out, n]`` under spread `params`."""
 
     @abstractmethod
     def decode(self, codes: torch.Tensor, params: Params) -> torch.Tensor:
-        """Float32 columns ``[out, n]`` that `codes` stand for under `params`."""
+        """Float32 columns ``[out, n]`` that `codes` stand for under spread `params`."""
 
     @abstractmethod
     def pack(self, codes: torch.Tensor, params: Params, g_idx: torch.Tensor | None = None) -> QuantizedTensor:
-        """The stored form of a whole weight: `codes` ``[out, in]``, `params` stacked to ``[out, blocks]``.
+        """The stored form of a whole weight: `codes` ``[out, in]``, fitted `params` side by side ``[out, blocks * k]``.
 
         `g_idx` (int32 ``[in]``) says which block each column's parameters are in, when it is not column // block.
         """
 
     @abstractmethod
     def unpack(self, parts: Params, shape: tuple[int, int]) -> tuple[torch.Tensor, Params]:
-        """The inverse of `pack`: unpacked codes ``[out, in]`` and params ``[out, blocks]``."""
+        """Unpacked codes ``[out, in]`` and what `decode` needs, a value a block, a column (``[out, in]``) or a row."""
 
     def blocks(self, in_features: int) -> int:
         return -(-in_features // self.block_size(in_features))
 
-    def quantize(self, weight: torch.Tensor) -> QuantizedTensor:
-        """Nearest codes for a ``[out, in]`` weight; a last partial block gets its own parameters."""
+    def quantize(self, weight: torch.Tensor, importance: torch.Tensor | None = None) -> QuantizedTensor:
+        """Nearest codes for a ``[out, in]`` weight; a last partial block gets its own parameters.
+
+        `importance` ``[in]`` >= 0 weighs the squared error of each input column, for formats that search.
+        """
         weight = weight.float()
         width = weight.shape[1]
         block = self.block_size(width)
+        shared = self.shared(weight)
         codes, params = [], []
         for start, stop in _block_runs(width, block):
             n = min(block, stop - start)
             part = weight[:, start:stop].reshape(-1, n)  # [out * blocks_in_run, n]
-            found = self.fit(part)
-            codes.append(self.encode(part, found).reshape(weight.shape[0], stop - start))
+            each = None
+            if importance is not None:
+                each = importance[start:stop].expand(weight.shape[0], -1).reshape(-1, n)
+            found = self.fit(part, _repeated(shared, part.shape[0] // weight.shape[0]), each)
+            codes.append(self.encode(part, self.spread(found, 0, n)).reshape(weight.shape[0], stop - start))
             params.append({k: v.reshape(weight.shape[0], -1) for k, v in found.items()})
         return self.pack(torch.cat(codes, 1), {k: torch.cat([p[k] for p in params], 1) for k in params[0]})
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for YAML and JSON: ``{"name": ..., **fields}``."""
         return {"name": self.name, **asdict(self)}  # type: ignore[call-overload]
+
+
+def _repeated(shared: Params, times: int) -> Params:
+    """Parameters of rows repeated for each of their blocks; those of the whole tensor ``[1, 1]`` stay."""
+    return {k: v if v.shape[0] == 1 else v.repeat_interleave(times, 0) for k, v in shared.items()}
 
 
 def _block_runs(width: int, block: int) -> list[tuple[int, int]]:
@@ -96,8 +122,8 @@ class QuantizedTensor:
         return self.format.decode(codes, {k: self.expand(v) for k, v in params.items()})
 
     def expand(self, param: torch.Tensor) -> torch.Tensor:
-        """A parameter ``[out, blocks]`` repeated to one value a column ``[out, in]`` (``[out, 1]`` stays)."""
-        if param.shape[1] == 1:
+        """A parameter ``[out, blocks]`` repeated to one value a column; ``[out, 1]`` and ``[out, in]`` stay."""
+        if param.shape[1] in (1, self.shape[1]):
             return param
         g_idx = self.parts.get("g_idx")
         if g_idx is not None:

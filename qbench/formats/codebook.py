@@ -52,7 +52,7 @@ class NF4(Format):
     def block_size(self, in_features: int) -> int:
         return self.group_size
 
-    def fit(self, columns: torch.Tensor) -> Params:
+    def fit(self, columns: torch.Tensor, shared: Params, importance: torch.Tensor | None = None) -> Params:
         absmax = columns.abs().amax(1, keepdim=True)
         if not bool(torch.isfinite(absmax).all()):
             raise QbenchError("format nf4: a weight is NaN or infinite.")

@@ -31,7 +31,7 @@ class FP8(Format):
     def block_size(self, in_features: int) -> int:
         return in_features
 
-    def fit(self, columns: torch.Tensor) -> Params:
+    def fit(self, columns: torch.Tensor, shared: Params, importance: torch.Tensor | None = None) -> Params:
         absmax = columns.abs().amax(1, keepdim=True)
         if self.granularity == "tensor":
             absmax = absmax.amax().expand_as(absmax)

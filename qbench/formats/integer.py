@@ -61,7 +61,7 @@ class Integer(Format):
     def block_size(self, in_features: int) -> int:
         return self.group_size if self.group_size is not None else in_features
 
-    def fit(self, columns: torch.Tensor) -> Params:
+    def fit(self, columns: torch.Tensor, shared: Params, importance: torch.Tensor | None = None) -> Params:
         if self.symmetric:
             steps = self.max_code / 2 if self.full_range else self.middle - 1
             return {"scale": self._stored(self._absmax(columns) / steps)}

@@ -63,7 +63,7 @@ class SafetensorsFile:
         dtype = getattr(torch, DTYPES[entry.info.dtype][1])
         # Torch's own allocation: its alignment is always the same, and with it the last bits of every product.
         tensor = torch.empty(entry.info.shape, dtype=dtype)
-        self._read_into(name, memoryview(tensor.view(-1).view(torch.uint8).numpy()))
+        self._read_into(name, memoryview(tensor.view(-1).view(torch.uint8).numpy().data))
         return tensor
 
     def read_bytes(self, name: str) -> bytearray:

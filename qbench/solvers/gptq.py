@@ -100,20 +100,23 @@ class _Groups:
         self.count = -(-width // self.size)
         self.refit = refit and self.count > 1
         self.fitted: list[Params] = []
+        self.shared = format.shared(weight)
         columns = range(width) if order is None or self.refit else order.tolist()
         self.group_of = [column // self.size for column in columns]  # by position in the order of solving
+        self.offset_of = [column % self.size for column in columns]
         if not self.refit:
-            self.fitted = [format.fit(part) for part in torch.split(weight, self.size, 1)]
+            self.fitted = [format.fit(part, self.shared) for part in torch.split(weight, self.size, 1)]
 
     def at(self, position: int, upcoming: torch.Tensor) -> Params:
         """Parameters of the column at `position`; `upcoming` ``[out, n]`` are the weights from there on."""
         group = self.group_of[position]
         if self.refit and group == len(self.fitted):
-            self.fitted.append(self.format.fit(upcoming[:, : self.size]))
-        return self.fitted[group]
+            self.fitted.append(self.format.fit(upcoming[:, : self.size], self.shared))
+        offset = self.offset_of[position]
+        return self.format.spread(self.fitted[group], offset, offset + 1)
 
     def params(self) -> Params:
-        """All parameters stacked to ``[out, groups]``."""
+        """All parameters side by side, group after group."""
         return {key: torch.cat([params[key] for params in self.fitted], 1) for key in self.fitted[0]}
 
 

@@ -16,6 +16,9 @@ import yaml
 from qbench.models.compressed import folder_digest
 from qbench.result import read_results
 
+QUALITY = ("perplexity", "kl_mean")
+MEASURED = {"dtype", "device", "kernel", "engine", "engine_version", "data", "data_hash"}
+
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Path:
@@ -84,7 +87,11 @@ def test_a_run_killed_at_three_moments_ends_in_the_same_bytes(recipe: Path, whol
     assert len(artifacts(whole)) > 20
     assert artifacts(out) == artifacts(whole)
     scores = [
-        {row.key: row.value for row in read_results(folder / "results.jsonl") if row.metric in ("perplexity", "kl_mean")}
+        {
+            row.key: row.value
+            for row in read_results(folder / "results.jsonl")
+            if row.metric in ("perplexity", "kl_mean")
+        }
         for folder in (whole, out)
     ]
     assert scores[0] == pytest.approx(scores[1], rel=1e-6)
@@ -125,4 +132,12 @@ def test_every_number_says_where_it_is_from(whole: Path) -> None:
     for row in read_results(whole / "results.jsonl"):
         assert {"recipe_hash", "model", "model_revision", "seed", "off_grid"} <= row.provenance.keys()
         if row.metric in ("perplexity", "kl_mean", "output_tokens_per_s"):
-            assert {"dtype", "device", "kernel", "engine", "engine_version", "data", "data_hash"} <= row.provenance.keys()
+            assert {
+                "dtype",
+                "device",
+                "kernel",
+                "engine",
+                "engine_version",
+                "data",
+                "data_hash",
+            } <= row.provenance.keys()

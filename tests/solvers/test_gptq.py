@@ -29,7 +29,7 @@ def by_elimination(weight: torch.Tensor, hessian: torch.Tensor, format: Format, 
     order = torch.arange(width)
     if act_order != "none":
         order = hessian.diagonal().argsort(descending=True, stable=True)
-    static = [format.fit(weight[:, i : i + size].float()) for i in range(0, width, size)]
+    static = [format.fit(weight[:, i : i + size].float(), {}) for i in range(0, width, size)]
     hessian = hessian + 0.01 * hessian.diagonal().mean() * torch.eye(width, dtype=torch.float64)
     weight, inverse = weight[:, order].clone(), torch.linalg.inv(hessian[order][:, order])
     decoded = torch.zeros_like(weight)
@@ -37,7 +37,7 @@ def by_elimination(weight: torch.Tensor, hessian: torch.Tensor, format: Format, 
         if act_order == "static" or size >= width:
             params = static[int(order[i]) // size]
         elif i % size == 0:
-            params = format.fit(weight[:, i : i + size].float())
+            params = format.fit(weight[:, i : i + size].float(), {})
         column = weight[:, i : i + 1]
         decoded[:, i : i + 1] = format.decode(format.encode(column.float(), params), params)
         error = (column - decoded[:, i : i + 1]) / inverse[i, i]
