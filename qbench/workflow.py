@@ -27,10 +27,12 @@ from qbench.inputs import Inputs, reference_source
 from qbench.models.source import ModelSource
 from qbench.progress import console
 from qbench.recipe import Recipe, stage_key
-from qbench.resources import written_whole
-from qbench.result import Result
+from qbench.resolve import resolve
+from qbench.resources import sole_user, written_whole
+from qbench.result import Result, write_results
+from qbench.scheme import Scheme
 from qbench.stages import REFERENCE, Stages, check_folder, reference_rows
-from qbench.validate import check
+from qbench.validate import Plan, check
 
 
 @dataclass(frozen=True)
@@ -81,28 +83,44 @@ def run(recipe: Recipe, out: Path, *, only: Iterable[str] | None = None) -> RunS
     for warning in warnings:
         console.print(f"Warning: {warning}", style="yellow", markup=False, soft_wrap=True)
     provenance = _provenance(recipe, inputs)
+    timings = _earlier_timings(out)
     record = _record(recipe, inputs, started, warnings)
-    _write_json(out / "run.json", record)
+    _write_json(out / "run.json", {**record, "stage_seconds": timings})
     inputs_file, inputs_key = _write_inputs(out, inputs)
     stages = {
         name: Stages(recipe, out, name, inputs, inputs_key, inputs_file, provenance, schemes)
-        for name, schemes in {REFERENCE: None, **plan.schemes}.items()
+        for name, schemes in _all_schemes(recipe, source, plan).items()
     }
-    reused, timings = [], {}
-    for name, stage in stages.items():
-        if stage.complete:
-            reused.append(name)
-        before = time.perf_counter()
-        stage.run()
-        timings[name] = round(time.perf_counter() - before, 3)
+    reused = [name for name in (REFERENCE, *chosen) if stages[name].complete]
+    results = _collect(stages, inputs, provenance)
+    for name in (REFERENCE, *chosen):
+        if name not in reused:
+            before = time.perf_counter()
+            stages[name].run()
+            timings[name] = round(time.perf_counter() - before, 3)
+            _write_json(out / "run.json", {**record, "stage_seconds": timings})
         results = _collect(stages, inputs, provenance)
-        _write_results(out / "results.jsonl", results)
+        write_results(out / "results.jsonl", results)
     exports = {name: stage.export_reports() for name, stage in stages.items()}
-    seconds = time.perf_counter() - clock
-    _write_json(out / "run.json", {**record, "seconds": seconds, "stage_seconds": timings, "exports": exports})
+    whole = sum(timings.get(name, 0.0) for name in stages)  # also what an earlier call took for what is reused
+    _write_json(out / "run.json", {**record, "seconds": whole, "stage_seconds": timings, "exports": exports})
     from qbench.report.page import write_report
 
-    return RunSummary(out, write_report(out), results, warnings, reused, seconds)
+    return RunSummary(out, write_report(out), results, warnings, reused, time.perf_counter() - clock)
+
+
+def _all_schemes(recipe: Recipe, source: ModelSource, plan: Plan) -> dict[str, dict[str, Scheme] | None]:
+    """Of the reference (none) and every variant, also those this call does not run: what an earlier one measured of
+    them stays in the results."""
+    others = {name: resolve(variant, source) for name, variant in recipe.variants.items() if name not in plan.schemes}
+    return {REFERENCE: None} | {name: (plan.schemes | others)[name] for name in recipe.variants}
+
+
+def _earlier_timings(out: Path) -> dict[str, float]:
+    record = out / "run.json"
+    earlier = json.loads(record.read_text(encoding="utf-8")) if record.is_file() else {}
+    timings: dict[str, float] = earlier.get("stage_seconds", {})
+    return timings
 
 
 def _collect(stages: dict[str, Stages], inputs: Inputs, provenance: dict[str, Any]) -> list[Result]:
@@ -173,12 +191,6 @@ def _architecture(source: ModelSource) -> dict[str, Any]:
     parameters = sum(math.prod(info.shape) for info in source.tensors.values())
     shape = {key.replace("_", " "): config[key] for key in keys if key in config}
     return {"parameters": f"{parameters / 1e6:,.1f} M", "architecture": config["architectures"][0], **shape}
-
-
-def _write_results(path: Path, results: list[Result]) -> None:
-    with written_whole(path) as temporary:
-        lines = (json.dumps(asdict(row), allow_nan=False) + "\n" for row in results)
-        temporary.write_text("".join(lines), encoding="utf-8")
 
 
 def _write_json(path: Path, content: dict[str, Any], indent: int | None = 2) -> None:
