@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
+import qbench
 from qbench.commands import doctor, generate, inspect, methods, models, report, run, validate
 
 app = typer.Typer(
@@ -17,6 +20,21 @@ app = typer.Typer(
 )
 for module in (run, validate, methods, inspect, models, doctor, generate, report):
     app.command(module.__name__.rpartition(".")[2])(module.command)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(qbench.__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and stop.")
+    ] = False,
+) -> None:
+    """Compress a language model several ways and compare quality, speed and size."""
 
 
 def main() -> None:

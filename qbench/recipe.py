@@ -32,6 +32,7 @@ from qbench.formats.base import FORMATS
 from qbench.presets import PRESETS, build_axis
 from qbench.recipe_schema import open_fields
 from qbench.registry import nearest
+from qbench.resources import data_dir
 from qbench.scheme import Scheme
 from qbench.solvers.base import SOLVERS
 from qbench.yaml_tree import read_extended, set_value
@@ -281,11 +282,12 @@ class Recipe(Section):
 
 
 def load_recipe(file: str | Path, overrides: Iterable[str] = ()) -> Recipe:
-    """Reads a recipe, follows `extends`, applies ``key=value`` overrides and checks it.
+    """Reads a recipe (a file, or the name of one that ships with qbench), follows `extends`, applies ``key=value``
+    overrides and checks it.
 
     Raises one `QbenchError` that lists everything that is wrong with it.
     """
-    file = Path(file)
+    file = _shipped(Path(file))
     tree = read_extended(file)
     for assignment in overrides:
         set_value(tree, assignment)
@@ -296,6 +298,16 @@ def load_recipe(file: str | Path, overrides: Iterable[str] = ()) -> Recipe:
         from qbench.recipe_errors import explain
 
         raise QbenchError(explain(error, Recipe, tree, str(file))) from error
+
+
+def _shipped(file: Path) -> Path:
+    """`quickstart` is `recipes/quickstart.yaml`, wherever qbench is installed, unless there is a file of that name."""
+    if file.exists() or file.suffix or file.parent != Path():
+        return file
+    shipped = {path.stem: path for path in data_dir("recipes").glob("*.yaml")}
+    if file.name not in shipped:
+        raise QbenchError(f"{file}: neither a file nor a recipe that ships with qbench. {nearest(file.name, shipped)}")
+    return shipped[file.name]
 
 
 def stage_key(*parts: Any) -> str:

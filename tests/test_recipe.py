@@ -277,3 +277,10 @@ def test_recipes_are_checked_without_torch(tmp_path: Path) -> None:
         "import qbench.cli; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_shipped_recipe_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load_recipe("quickstart").name == "quickstart"
+    with pytest.raises(QbenchError, match="Did you mean 'quickstart'"):
+        load_recipe("quikstart")
