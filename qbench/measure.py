@@ -12,9 +12,9 @@ import sys
 import threading
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from qbench.errors import QbenchError
+from qbench.errors import QbenchError, file_message
 from qbench.formats.base import QuantizedTensor
 from qbench.recipe import Recipe
 from qbench.resources import written_whole
@@ -49,10 +49,15 @@ def run_job(job: MeasureJob, path: Path) -> None:
     with written_whole(path) as temporary:
         temporary.write_text(json.dumps(asdict(job)), encoding="utf-8")
     command = [sys.executable, "-m", "qbench.measure", str(path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+    # A process group of its own: Ctrl-C is for the parent, which then ends the child.
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0) as child:
         assert child.stdout is not None
-        message = child.stdout.read().decode()
-        code = child.wait()
+        try:
+            message = child.stdout.read().decode()
+            code = child.wait()
+        except BaseException:
+            child.kill()
+            raise
     if code == USER_MISTAKE:
         raise QbenchError(message.strip())
     if code != 0:
@@ -167,12 +172,21 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
+def _refuse(message: str) -> NoReturn:
+    sys.stdout.write(message)
+    sys.stdout.flush()
+    os._exit(USER_MISTAKE)
+
+
 if __name__ == "__main__":
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         _measure(MeasureJob(**json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))))
     except QbenchError as error:
-        sys.stdout.write(str(error))
-        sys.stdout.flush()
-        os._exit(USER_MISTAKE)
+        _refuse(str(error))
+    except OSError as error:
+        message = file_message(error)
+        if message is None:
+            raise
+        _refuse(message)
     os._exit(0)

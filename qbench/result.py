@@ -17,15 +17,15 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_origin, get_type_hints
 
 from qbench.errors import QbenchError
 from qbench.registry import nearest
+from qbench.resources import written_whole
 
 
 class Metric(NamedTuple):
@@ -59,7 +59,9 @@ METRICS = {
     "layer_error": Metric("ratio", "process", "||x W' - x W|| / ||x W|| over calibration; detail: layer, module"),
     "compress_seconds": Metric("s", "process", "detail: stage when split"),
     "export_bytes": Metric("bytes", "size", "detail: layout"),
-    "export_max_abs_difference": Metric("", "process", "weights read back against ours; detail: layout"),
+    "export_max_abs_difference": Metric(
+        "", "process", "weights read back against ours; detail: layout, what (all, quantized)"
+    ),
     "calibration_tokens": Metric("tokens", "process", "tokens that statistics were taken from"),
     "solver_fallbacks": Metric("layers", "process", "layers that fell back to plain rounding"),
     "solver_damping": Metric("fraction", "process", "largest damping a layer needed; detail: module"),
@@ -109,43 +111,42 @@ def make_results(
     ]
 
 
-class ResultLog:
-    """Appends rows to a results file. Lines are written whole, so a kill leaves at most one line without its
-    newline: readers ignore it and the next `ResultLog` removes it."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            whole = path.read_bytes().rfind(b"\n") + 1
-            if whole != path.stat().st_size:
-                os.truncate(path, whole)
-
-    def append(self, rows: Iterable[Result]) -> None:
-        """Writes `rows` in one call and waits until the disk has them."""
-        text = "".join(json.dumps(asdict(row), allow_nan=False) + "\n" for row in rows)
-        with self.path.open("ab", buffering=0) as file:
-            file.write(text.encode())
-            os.fsync(file.fileno())
+def write_results(path: Path, rows: Iterable[Result]) -> None:
+    """Writes a results file, whole or not at all; an earlier one is replaced."""
+    with written_whole(path) as temporary:
+        lines = (json.dumps(asdict(row), allow_nan=False) + "\n" for row in rows)
+        temporary.write_text("".join(lines), encoding="utf-8")
 
 
 def read_results(path: Path) -> list[Result]:
-    """The rows of a results file in order; of rows with the same `Result.key` only the last.
+    """The rows of a results file in order.
 
-    Raises `QbenchError` naming the line when the file is missing or a whole line is not a row.
+    Raises `QbenchError` naming the line when the file is missing, a line is not a row, or two rows measure the same.
     """
     if not path.is_file():
         raise QbenchError(f"No results file {path}. Give the folder of a run (`qbench run` prints it).")
     rows: dict[tuple[str, str, str], Result] = {}
-    *lines, _torn = path.read_bytes().split(b"\n")
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         try:
-            row = Result(**json.loads(line))
-        except (ValueError, TypeError) as error:
+            row = result_from_dict(json.loads(line))
+        except (ValueError, RecursionError, QbenchError) as error:
             raise QbenchError(f"{path}, line {number}: not a result row ({error}).") from error
-        rows.pop(row.key, None)
+        if row.key in rows:
+            raise QbenchError(f"{path}, line {number}: a second value of {row.metric} {row.detail} of {row.variant}.")
         rows[row.key] = row
     return list(rows.values())
+
+
+def result_from_dict(content: Any) -> Result:
+    """The row that `asdict` made `content` of. Raises `QbenchError` when a field is missing, unknown or mistyped."""
+    kinds = get_type_hints(Result)
+    if not isinstance(content, dict) or not set(content) <= set(kinds):
+        raise QbenchError(f"expected an object with the keys {', '.join(kinds)}")
+    for key, kind in kinds.items():
+        expected = (int, float) if kind is float else get_origin(kind) or kind
+        if not isinstance(content.get(key, {}), expected) or isinstance(content.get(key), bool):
+            raise QbenchError(f"{key} is {content.get(key)!r}, expected {getattr(kind, '__name__', kind)}")
+    return Result(**content)
 
 
 class Compared(NamedTuple):

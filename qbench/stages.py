@@ -10,10 +10,9 @@ A stage whose key is unchanged is not run again: changing only `evaluate` in a r
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +20,11 @@ import qbench
 from qbench.errors import QbenchError
 from qbench.inputs import Inputs
 from qbench.measure import MeasureJob, run_job, write_stage
+from qbench.models.json_file import read_json
 from qbench.progress import console
 from qbench.recipe import Recipe, stage_key
-from qbench.result import Result, make_results
+from qbench.resources import LOCK, is_leftover
+from qbench.result import Result, make_results, result_from_dict
 from qbench.scheme import Scheme
 
 if TYPE_CHECKING:
@@ -148,7 +149,8 @@ class Stages:
             at = {"layout": label}
             measured = [
                 ("export_bytes", report.nbytes, at),
-                ("export_max_abs_difference", report.max_abs_difference, at),
+                ("export_max_abs_difference", report.max_abs_difference, at | {"what": "all"}),
+                ("export_max_abs_difference", report.quantized_max_abs_difference, at | {"what": "quantized"}),
             ]
             rows = make_results(self.name, measured, self.provenance)
             write_stage(record, key, rows, report=report.to_dict())
@@ -158,7 +160,7 @@ class Stages:
         if self.schemes is None:
             return []
         return [
-            {"label": options["label"], **json.loads(record.read_text(encoding="utf-8"))["report"]}
+            {"label": options["label"], **_record(record)["report"]}
             for record, key, options in self._exports()
             if _is_current(record, key)
         ]
@@ -227,23 +229,36 @@ def check_folder(out: Path, recipe: Recipe) -> None:
         raise QbenchError(f"{out} is a file; --out must be a folder (it is made when missing).")
     record = out / "run.json"
     if record.is_file():
-        found = json.loads(record.read_text(encoding="utf-8")).get("recipe_name")
+        found = read_json(record).get("recipe_name")
         if found != recipe.name:
             raise QbenchError(f"{out} holds the run of recipe {found!r}, not {recipe.name!r}. Choose another --out.")
-    elif any(out.iterdir()):
+    elif any(path.name != LOCK and not is_leftover(path) for path in out.iterdir()):
         raise QbenchError(f"{out} is not empty and holds no run of qbench. Choose another --out, or empty it.")
 
 
 def _is_current(path: Path, key: str) -> bool:
-    return path.is_file() and json.loads(path.read_text(encoding="utf-8"))["key"] == key
+    return path.is_file() and _record(path)["key"] == key
+
+
+def _record(path: Path) -> dict[str, Any]:
+    """What `write_stage` wrote. Raises `QbenchError` when it is not that any more."""
+    try:
+        stored = read_json(path)
+        for row in stored["rows"]:
+            result_from_dict(row)
+        if not isinstance(stored["key"], str):
+            raise TypeError("key is no text")
+    except (QbenchError, KeyError, TypeError) as error:
+        raise QbenchError(f"{path}: damaged ({error}). Delete it; the same command then makes it again.") from error
+    return stored
 
 
 def _read_rows(path: Path, key: str, name: str, provenance: dict[str, Any]) -> list[Result]:
     if not _is_current(path, key):
         return []
-    stored = json.loads(path.read_text(encoding="utf-8"))["rows"]
     current = {"recipe_hash": provenance["recipe_hash"]}
-    return [Result(**{**row, "provenance": {**row["provenance"], **current}}) for row in stored]
+    rows = map(result_from_dict, _record(path)["rows"])
+    return [replace(row, provenance={**row.provenance, **current}) for row in rows]
 
 
 def _folder_bytes(folder: Path) -> int:

@@ -24,6 +24,7 @@ from rich.console import Console
 
 import qbench
 from qbench.inputs import Inputs, reference_source
+from qbench.models.json_file import read_json
 from qbench.models.source import ModelSource
 from qbench.progress import console
 from qbench.recipe import Recipe, stage_key
@@ -72,8 +73,6 @@ def run(recipe: Recipe, out: Path, *, only: Iterable[str] | None = None) -> RunS
 
     Raises `QbenchError` in the first seconds for whatever is wrong with recipe, model, data or folder.
     """
-    started = time.time()
-    clock = time.perf_counter()
     check_folder(out, recipe)
     source = reference_source(recipe)
     chosen = recipe.chosen(only)
@@ -82,6 +81,15 @@ def run(recipe: Recipe, out: Path, *, only: Iterable[str] | None = None) -> RunS
     warnings = plan.warnings + inputs.warnings()
     for warning in warnings:
         console.print(f"Warning: {warning}", style="yellow", markup=False, soft_wrap=True)
+    with sole_user(out):
+        return _run_stages(recipe, out, inputs, plan, chosen, warnings)
+
+
+def _run_stages(
+    recipe: Recipe, out: Path, inputs: Inputs, plan: Plan, chosen: list[str], warnings: list[str]
+) -> RunSummary:
+    started = time.time()
+    clock = time.perf_counter()
     provenance = _provenance(recipe, inputs)
     timings = _earlier_timings(out)
     record = _record(recipe, inputs, started, warnings)
@@ -89,7 +97,7 @@ def run(recipe: Recipe, out: Path, *, only: Iterable[str] | None = None) -> RunS
     inputs_file, inputs_key = _write_inputs(out, inputs)
     stages = {
         name: Stages(recipe, out, name, inputs, inputs_key, inputs_file, provenance, schemes)
-        for name, schemes in _all_schemes(recipe, source, plan).items()
+        for name, schemes in _all_schemes(recipe, inputs.source, plan).items()
     }
     reused = [name for name in (REFERENCE, *chosen) if stages[name].complete]
     results = _collect(stages, inputs, provenance)
@@ -118,7 +126,7 @@ def _all_schemes(recipe: Recipe, source: ModelSource, plan: Plan) -> dict[str, d
 
 def _earlier_timings(out: Path) -> dict[str, float]:
     record = out / "run.json"
-    earlier = json.loads(record.read_text(encoding="utf-8")) if record.is_file() else {}
+    earlier = read_json(record) if record.is_file() else {}
     timings: dict[str, float] = earlier.get("stage_seconds", {})
     return timings
 

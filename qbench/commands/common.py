@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import functools
 import json
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 from rich.console import Console
 
-from qbench.errors import QbenchError
+from qbench.errors import QbenchError, file_message
 from qbench.progress import console
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -22,7 +21,7 @@ INTERRUPTED = 130
 
 
 def guarded(command: Command) -> Command:
-    """Ends the command with one message and an exit code on a user's mistake, a full disk or Ctrl-C.
+    """Ends the command with one message and an exit code on a user's mistake, an unusable file, or Ctrl-C.
 
     Anything else is a bug and keeps its traceback.
     """
@@ -35,9 +34,10 @@ def guarded(command: Command) -> Command:
             _say(str(error))
             raise typer.Exit(USER_MISTAKE) from error
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            message = file_message(error)
+            if message is None:
                 raise
-            _say(f"{error.filename or 'output'}: the disk is full. Free some space and run the same command again.")
+            _say(message)
             raise typer.Exit(USER_MISTAKE) from error
         except KeyboardInterrupt as error:
             _say("Interrupted. What was finished is kept: the same command goes on from there.")

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
+from qbench.models.safetensors_writer import write_safetensors
 from qbench.resources import written_whole
 
 
@@ -48,8 +49,7 @@ class ProgressState:
 
     def save(self, blocks_done: int, hidden: list[torch.Tensor], reports: list[dict[str, Any]]) -> None:
         """Records that `blocks_done` blocks are written and `hidden` goes into the next one."""
-        with written_whole(self._hidden_path(blocks_done)) as temporary:
-            save_file({f"{i:05d}": batch.contiguous().cpu() for i, batch in enumerate(hidden)}, temporary)
+        write_safetensors(self._hidden_path(blocks_done), {f"{i:05d}": batch for i, batch in enumerate(hidden)})
         with written_whole(self._progress / "state.json") as temporary:
             temporary.write_text(json.dumps({"key": self.key, "blocks_done": blocks_done, "reports": reports}))
         self._hidden_path(blocks_done - 1).unlink(missing_ok=True)

@@ -15,13 +15,12 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from qbench.errors import QbenchError
 from qbench.evaluate.perplexity import Measured, ScoringEngine, scored_hidden
 from qbench.evaluate.windows import Window
-from qbench.resources import written_whole
+from qbench.models.safetensors_writer import write_safetensors
 
 CONFIDENCE_EDGES = (0.0, 0.25, 0.5, 0.75, 0.9, 1.0)  # of the reference's likeliest token
 
@@ -47,8 +46,7 @@ class ReferenceStates:
 
     def save(self, path: Path) -> None:
         metadata = {"vocab_size": str(self.vocab_size), "windows_hash": self.windows_hash}
-        with written_whole(path) as temporary:
-            save_file({"hidden": self.hidden.cpu(), "head": self.head.cpu()}, temporary, metadata=metadata)
+        write_safetensors(path, {"hidden": self.hidden, "head": self.head}, metadata)
 
     @classmethod
     def load(cls, path: Path) -> ReferenceStates:

@@ -98,6 +98,7 @@ def write(
         bits_per_weight=8 * nbytes / sum(prod(info.shape) for info in source.tensors.values()),
         max_abs_difference=readback.max_abs_difference,
         worst_tensor=readback.worst_tensor,
+        quantized_max_abs_difference=readback.quantized_difference,
         notes=notes,
     )
 

@@ -79,6 +79,7 @@ def write(source: ModelSource, folder: Path) -> ExportReport:
         bits_per_weight=8 * weight_bytes / sum(math.prod(info.shape) for info in source.tensors.values()),
         max_abs_difference=readback.max_abs_difference,
         worst_tensor=readback.worst_tensor,
+        quantized_max_abs_difference=readback.quantized_difference,
         notes=_notes(quantization, dense, readback),
     )
 

@@ -18,6 +18,7 @@ class ExportReport:
     bits_per_weight: float  # 8 * bytes of the weight files / logical weights
     max_abs_difference: float  # largest |read back - source dequantized| over all tensors
     worst_tensor: str | None  # where that is; None when nothing differs
+    quantized_max_abs_difference: float  # the same over the tensors that the source holds quantized
     notes: list[str] = field(default_factory=list)  # what the user should know, one sentence each
 
     @property

@@ -14,11 +14,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 from qbench.errors import QbenchError
 from qbench.models.json_file import read_json
+from qbench.models.safetensors_writer import write_safetensors
 
 SHARD_BYTES = 2 * 10**9  # a shard is gathered in memory before it is written
 
@@ -75,10 +74,7 @@ def _write_part(folder: Path, number: int, group: dict[str, torch.Tensor]) -> tu
         else:
             metadata[name] = first
     path = folder / f".part-{number:05d}.safetensors"
-    try:
-        save_file(own, path, metadata=metadata)
-    except (OSError, SafetensorError) as error:
-        raise QbenchError(f"{path.parent}: the weights cannot be written ({error}).") from error
+    write_safetensors(path, own, metadata)
     return path, {name: tensor.nbytes for name, tensor in own.items()}
 
 

@@ -23,6 +23,7 @@ import torch
 from qbench.errors import QbenchError
 from qbench.formats.base import QuantizedTensor, format_from_dict
 from qbench.models.huggingface import open_huggingface
+from qbench.models.safetensors_writer import write_safetensors
 from qbench.models.source import ModelSource, TensorInfo
 from qbench.resources import sha256_file, written_whole
 
@@ -102,21 +103,17 @@ class CompressedWriter:
 
     def write_shard(self, index: int, tensors: Mapping[str, torch.Tensor | QuantizedTensor]) -> None:
         """Writes one shard, whole or not at all. Its header records how its quantized tensors are made up."""
-        from safetensors.torch import save_file
-
         plain: dict[str, torch.Tensor] = {}
         quantized: dict[str, Any] = {}
         for name in sorted(tensors):
             tensor = tensors[name]
             if isinstance(tensor, QuantizedTensor):
-                plain |= {f"{name}.{part}": value.contiguous() for part, value in tensor.parts.items()}
+                plain |= {f"{name}.{part}": value for part, value in tensor.parts.items()}
                 entry = {"format": tensor.format.to_dict(), "shape": list(tensor.shape), "parts": sorted(tensor.parts)}
                 quantized[name] = entry
             else:
-                plain[name] = tensor.contiguous()
-        metadata = {"qbench": json.dumps(quantized, sort_keys=True)}  # one key: safetensors shuffles several
-        with written_whole(self.shard_path(index)) as temporary:
-            save_file(plain, temporary, metadata=metadata)
+                plain[name] = tensor
+        write_safetensors(self.shard_path(index), plain, {"qbench": json.dumps(quantized, sort_keys=True)})
 
     def finish(self, source: ModelSource, config: dict[str, Any]) -> CompressedModel:
         """Writes index, config, side files and, last, ``qbench.json``; opens the result."""

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from qbench.report.run_info import RunInfo
 from qbench.report.table import Table
-from qbench.report.text import significant
 from qbench.result import Result
 
 
@@ -24,9 +23,6 @@ def caveats(info: RunInfo, rows: Sequence[Result], table: Table) -> list[str]:
             found.append(f"{row.variant}: {row.value:.0f} layers fell back to plain rounding.")
     for variant, exports in info.exports.items():
         for export in exports:
-            if export.max_abs_difference:
-                found.append(
-                    f"{variant} as {export.label}: weights read back differ by up to "
-                    f"{significant(export.max_abs_difference)} ({export.worst_tensor})."
-                )
+            if export.difference:
+                found.append(f"{variant} as {export.label}, read back: {export.difference}.")
     return found

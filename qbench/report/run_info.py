@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from qbench.errors import QbenchError
 from qbench.presets import PRESETS
-from qbench.report.text import duration
+from qbench.report.text import duration, significant
 from qbench.result import Result
 
 REFERENCE = "reference"
@@ -26,7 +26,21 @@ class ExportInfo(BaseModel):
     bits_per_weight: float
     max_abs_difference: float  # over all weights, read back against ours; 0: exact
     worst_tensor: str | None = None
+    quantized_max_abs_difference: float  # over the quantized weights alone
     notes: list[str] = []
+
+    @property
+    def difference(self) -> str:
+        """How what was read back differs, in words; empty when nothing does."""
+        if not self.max_abs_difference:
+            return ""
+        largest = f"{significant(self.max_abs_difference)} ({self.worst_tensor})"
+        if self.quantized_max_abs_difference == self.max_abs_difference:
+            return f"quantized weights differ by up to {largest}"
+        if self.quantized_max_abs_difference:
+            smaller = significant(self.quantized_max_abs_difference)
+            return f"quantized weights differ by up to {smaller}; others, rounded, by up to {largest}"
+        return f"quantized weights exact; others, rounded, differ by up to {largest}"
 
     @property
     def names(self) -> list[str]:

@@ -8,7 +8,7 @@ import pytest
 
 from qbench.errors import QbenchError
 from qbench.report.page import variant_styles, write_report
-from qbench.result import ResultLog, make_results
+from qbench.result import make_results, write_results
 from tests.report.made_up import HOSTILE, QUALITY, made_up_run
 
 
@@ -63,7 +63,7 @@ def test_the_page_shows_the_run(tmp_path: Path) -> None:
         assert expected in text, expected
     for heading in ("Quality against size", "Quality against speed", "Error by layer", "Exports", "Provenance"):
         assert heading in text
-    assert "up to 0.00031 off" in text
+    assert "quantized weights exact; others, rounded, differ by up to 0.00031 (layers.1.mlp)" in text
     assert "/somewhere" not in page
     assert "gptq: 2 layers fell back" in text
     assert page.count('data-v="nf4"') >= 8  # table rows, points in two charts, lines
@@ -98,8 +98,7 @@ def test_what_differs_is_shown_in_brackets_and_left_out_of_charts_and_cards(tmp_
 
 def test_a_run_without_measurements_still_has_a_page(tmp_path: Path) -> None:
     run = made_up_run(tmp_path)
-    (run / "results.jsonl").unlink()
-    ResultLog(run / "results.jsonl").append(make_results("gptq", [("bits_per_weight", 4.5, {})], {}))
+    write_results(run / "results.jsonl", make_results("gptq", [("bits_per_weight", 4.5, {})], {}))
     text = " ".join(read(write_report(run).read_text(encoding="utf-8")).text)
     assert "4.50" in text
     assert "Quality against size" not in text
