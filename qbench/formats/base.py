@@ -8,9 +8,11 @@ into codes and back. Because the three are apart, a solver such as GPTQ can driv
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from qbench.errors import QbenchError
 from qbench.lazy import lazy_import
 from qbench.registry import Registry
 
@@ -20,12 +22,18 @@ else:
     torch = lazy_import("torch")
 
 Params = dict[str, "torch.Tensor"]
+Fit = Callable[["torch.Tensor", Params, "torch.Tensor | None"], Params]  # as `Format.fit`: columns, shared, importance
 
 
 class Format(ABC):
     """Base of every weight format. Subclasses are frozen dataclasses whose fields are plain YAML values."""
 
     name: ClassVar[str]
+    any_order: ClassVar[bool] = True  # a block's columns may come from anywhere in the row (g_idx)
+
+    def for_width(self, in_features: int) -> Format | None:
+        """The format to use for rows of `in_features`: itself, another where it cannot, None where none can."""
+        return self
 
     @abstractmethod
     def block_size(self, in_features: int) -> int:
@@ -68,14 +76,22 @@ class Format(ABC):
     def unpack(self, parts: Params, shape: tuple[int, int]) -> tuple[torch.Tensor, Params]:
         """Unpacked codes ``[out, in]`` and what `decode` needs, a value a block, a column (``[out, in]``) or a row."""
 
+    def stored_bytes(self, shape: tuple[int, int]) -> int | None:
+        """Bytes of a weight ``[out, in]``, where they do not grow row by row; None where storing two rows tells."""
+        return None
+
     def blocks(self, in_features: int) -> int:
         return -(-in_features // self.block_size(in_features))
 
-    def quantize(self, weight: torch.Tensor, importance: torch.Tensor | None = None) -> QuantizedTensor:
+    def quantize(
+        self, weight: torch.Tensor, importance: torch.Tensor | None = None, fit: Fit | None = None
+    ) -> QuantizedTensor:
         """Nearest codes for a ``[out, in]`` weight; a last partial block gets its own parameters.
 
-        `importance` ``[in]`` >= 0 weighs the squared error of each input column, for formats that search.
+        `importance` ``[in]`` >= 0 weighs the squared error of each input column, for formats that search. `fit` is a
+        solver's way of finding parameters, where it has one of its own.
         """
+        fit = fit or self.fit
         weight = weight.float()
         width = weight.shape[1]
         block = self.block_size(width)
@@ -87,7 +103,7 @@ class Format(ABC):
             each = None
             if importance is not None:
                 each = importance[start:stop].expand(weight.shape[0], -1).reshape(-1, n)
-            found = self.fit(part, _repeated(shared, part.shape[0] // weight.shape[0]), each)
+            found = fit(part, _repeated(shared, part.shape[0] // weight.shape[0]), each)
             codes.append(self.encode(part, self.spread(found, 0, n)).reshape(weight.shape[0], stop - start))
             params.append({k: v.reshape(weight.shape[0], -1) for k, v in found.items()})
         return self.pack(torch.cat(codes, 1), {k: torch.cat([p[k] for p in params], 1) for k in params[0]})
@@ -95,6 +111,14 @@ class Format(ABC):
     def to_dict(self) -> dict[str, Any]:
         """Plain values for YAML and JSON: ``{"name": ..., **fields}``."""
         return {"name": self.name, **asdict(self)}  # type: ignore[call-overload]
+
+
+def block_absmax(columns: torch.Tensor, name: str) -> torch.Tensor:
+    """The largest magnitude of each row ``[out, 1]``. Raises `QbenchError`, naming the format, if one is not finite."""
+    absmax = columns.abs().amax(1, keepdim=True)
+    if not bool(torch.isfinite(absmax).all()):
+        raise QbenchError(f"format {name}: a weight is NaN or infinite.")
+    return absmax
 
 
 def _repeated(shared: Params, times: int) -> Params:
@@ -145,7 +169,21 @@ FORMATS = Registry(
     {
         "int": "qbench.formats.integer:Integer",
         "nf4": "qbench.formats.codebook:NF4",
+        "fp4": "qbench.formats.codebook:FP4",
         "fp8": "qbench.formats.float8:FP8",
+        "q4_0": "qbench.formats.gguf_blocks:Q4_0",
+        "q4_1": "qbench.formats.gguf_blocks:Q4_1",
+        "q5_0": "qbench.formats.gguf_blocks:Q5_0",
+        "q5_1": "qbench.formats.gguf_blocks:Q5_1",
+        "q8_0": "qbench.formats.gguf_blocks:Q8_0",
+        "q2_k": "qbench.formats.kquants:Q2_K",
+        "q3_k": "qbench.formats.kquants:Q3_K",
+        "q4_k": "qbench.formats.kquants:Q4_K",
+        "q5_k": "qbench.formats.kquants:Q5_K",
+        "q6_k": "qbench.formats.kquants:Q6_K",
+        "mxfp8": "qbench.formats.mx:MXFP8",
+        "mxfp4": "qbench.formats.mx:MXFP4",
+        "nvfp4": "qbench.formats.nvfp4:NVFP4",
     },
 )
 

@@ -17,6 +17,9 @@ def _parts(format: Format, in_features: int) -> tuple[int, int]:
 
 
 def stored_bytes(format: Format, shape: tuple[int, int]) -> int:
-    """Bytes of a weight ``[out, in]`` in `format`, scales included, had by storing two rows of it."""
+    """Bytes of a weight ``[out, in]`` in `format`, scales included."""
+    known = format.stored_bytes(shape)
+    if known is not None:
+        return known
     first, other = _parts(format, shape[1])
     return first + (shape[0] - 1) * other

@@ -4,7 +4,8 @@
 |---|---|---|
 | dense | any | `dense_<dtype>` |
 | int 2, 4, 8 bit | processor | `int<bits>_bag_f32` for few rows, `int<bits>_dequant_f32` for many (see `cpu.bags`) |
-| NF4, FP8 E4M3 | any | `nf4_dequant_<dtype>`, `fp8_dequant_f32` |
+| NF4, FP4, MXFP4, NVFP4 | any | `<format>_dequant_<dtype>` |
+| FP8, MXFP8 | any | `<format>_dequant_f32` |
 | anything else | any | `reference` |
 """
 
@@ -17,8 +18,9 @@ import torch.nn.functional as F
 
 from qbench.errors import QbenchError
 from qbench.formats.base import QuantizedTensor
-from qbench.formats.codebook import NF4
 from qbench.formats.float8 import FP8
+from qbench.formats.fourbit import FourBit
+from qbench.formats.mx import MXFP8
 from qbench.kernels import codebook, reference
 from qbench.kernels.cpu import bags
 from qbench.kernels.cpu.bags import BagWeight
@@ -32,15 +34,15 @@ def prepare(weight: torch.Tensor | QuantizedTensor, dtype: torch.dtype, device: 
     """`weight` ``[out, in]`` on `device` in the layout the kernels like, in as many bytes as its stored form.
 
     A dense weight is cast to `dtype` and, on a processor, stored by input column (same shape, other strides): products
-    of a few rows then run up to twice as fast. Raises `QbenchError` for an FP8 weight with NaN codes.
+    of a few rows then run up to twice as fast. Raises `QbenchError` for 8-bit floats that are not finite.
     """
     if isinstance(weight, torch.Tensor):
         moved = weight.to(device, dtype)
         return moved.t().contiguous().t() if device.type == "cpu" else moved
     if device.type == "cpu" and bags.supports(weight):
         return BagWeight.repack(weight)
-    if isinstance(weight.format, FP8) and codebook.has_nan(weight.parts["codes"]):
-        raise QbenchError("an FP8 weight holds NaN codes; allowed: finite values.")
+    if isinstance(weight.format, FP8 | MXFP8) and codebook.has_nan(weight.parts["codes"]):
+        raise QbenchError("an 8-bit float weight holds NaN or infinite codes; allowed: finite values.")
     return QuantizedTensor(weight.format, weight.shape, {k: v.to(device) for k, v in weight.parts.items()})
 
 
@@ -54,12 +56,12 @@ def linear(
     elif isinstance(weight, BagWeight):
         name = f"int{weight.bits}_{'bag' if weight.uses_bags(x) else 'dequant'}_f32"
         y = weight.linear(x, bias)
-    elif isinstance(weight.format, NF4):
-        name = f"nf4_dequant_{_SHORT[x.dtype]}"
-        y = codebook.nf4_linear(x, weight, bias)
-    elif isinstance(weight.format, FP8):
-        name = "fp8_dequant_f32"
-        y = codebook.fp8_linear(x, weight, bias)
+    elif isinstance(weight.format, FourBit):
+        name = f"{weight.format.name}_dequant_{_SHORT[x.dtype]}"
+        y = codebook.fourbit_linear(x, weight, bias)
+    elif isinstance(weight.format, FP8 | MXFP8):
+        name = f"{weight.format.name}_dequant_f32"
+        y = codebook.float8_linear(x, weight, bias)
     else:
         name = "reference"
         y = reference.linear(x, weight, bias)

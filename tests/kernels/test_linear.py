@@ -9,9 +9,12 @@ import torch
 
 from qbench.errors import QbenchError
 from qbench.formats.base import Format, QuantizedTensor
-from qbench.formats.codebook import NF4
+from qbench.formats.codebook import FP4, NF4
 from qbench.formats.float8 import FP8
+from qbench.formats.fourbit import FourBit
 from qbench.formats.integer import Integer
+from qbench.formats.mx import MXFP4, MXFP8
+from qbench.formats.nvfp4 import NVFP4
 from qbench.kernels import codebook, dispatch, reference
 
 CPU = torch.device("cpu")
@@ -35,12 +38,25 @@ FORMATS = [
     integer(4, "group", 40, symmetric=False),
     integer(2, "group", 16, symmetric=False),
     integer(2, "channel"),
+    integer(4, "group", 32, symmetric=False, zero_point_dtype="float16"),
+    integer(4, "group", 40, symmetric=False, zero_point_dtype="float16"),
+    integer(8, "channel", symmetric=False, zero_point_dtype="float32", scale_dtype="float32"),
+    integer(2, "tensor", symmetric=False, zero_point_dtype="float16"),
+    integer(3, "group", 32, symmetric=False, zero_point_dtype="float16"),
     integer(3, "group", 32),
     integer(5, "channel", symmetric=False),
     NF4(group_size=32),
     NF4(group_size=40),
     FP8(granularity="channel"),
     FP8(granularity="tensor"),
+    FP8(granularity="block"),
+    FP8(granularity="channel", element="e5m2"),
+    FP4(group_size=32, double_quant=True),
+    NF4(group_size=40, double_quant=True),
+    MXFP4(),
+    MXFP8(),
+    MXFP8(element="e5m2"),
+    NVFP4(),
 ]
 
 
@@ -96,6 +112,8 @@ def test_columns_in_mixed_groups(bits: int, group_size: int, symmetric: bool, ro
         (integer(4, "group", 32), "int4_bag_f32", "int4_dequant_f32"),
         (NF4(), "nf4_dequant_f32", "nf4_dequant_f32"),
         (FP8(), "fp8_dequant_f32", "fp8_dequant_f32"),
+        (MXFP8(), "mxfp8_dequant_f32", "mxfp8_dequant_f32"),
+        (NVFP4(), "nvfp4_dequant_f32", "nvfp4_dequant_f32"),
         (integer(3, "channel"), "reference", "reference"),
     ],
     ids=str,
@@ -140,9 +158,14 @@ def test_memory_stays_at_the_stored_size() -> None:
         assert dispatch.prepare(weight, torch.float32, CPU).nbytes < 1.1 * weight.nbytes
 
 
-def test_nf4_decoder_equals_the_format_to_the_bit() -> None:
-    weight, _ = weight_and_input(NF4(group_size=32), 1)
-    assert torch.equal(codebook.nf4_decode(weight), weight.dequantize())
+@pytest.mark.parametrize(
+    "format", [NF4(group_size=32), FP4(double_quant=True), MXFP4(), NVFP4(), MXFP8(), FP8(granularity="block")], ids=str
+)
+@pytest.mark.parametrize("width", [96, 144, 256])
+def test_quick_decoders_equal_the_format_to_the_bit(format: Format, width: int) -> None:
+    weight, _ = weight_and_input(format, 1, out=136, width=width)
+    decode = codebook.fourbit_decode if isinstance(format, FourBit) else codebook.float8_decode
+    assert torch.equal(decode(weight), weight.dequantize())
 
 
 def test_all_254_finite_e4m3_bytes_decode_exactly() -> None:
