@@ -46,6 +46,11 @@ PRESETS: dict[str, dict[str, Any]] = {
         "format": _GROUPED_INT4,
         "solver": {"name": "nearest"},
     },
+    "hqq": {
+        "description": "4-bit integers in groups of 64, float zero points fitted to the weights alone",
+        "format": _GROUPED_INT4 | {"group_size": 64, "symmetric": False, "zero_point_dtype": "float16"},
+        "solver": {"name": "hqq"},
+    },
     "gptq": {
         "description": "4-bit integers in groups of 128, rounding errors made up for column by column from calibration",
         "format": _GROUPED_INT4,

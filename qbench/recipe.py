@@ -230,6 +230,17 @@ class Variant(Section):
             raise ValueError(f"needs a preset or a format with a name. Presets: {', '.join(PRESETS)}")
         return self
 
+    @model_validator(mode="after")
+    def _solvers_take_the_formats(self) -> Variant:
+        wrong = []
+        for index, rule in enumerate([None, *self.rules]):
+            scheme = self.scheme_of(rule)
+            if (why := scheme.solver.refusal(scheme.format)) is not None:
+                wrong.append(f"rules[{index - 1}]: {why}" if rule else why)
+        if wrong:
+            raise ValueError("; ".join(wrong))
+        return self
+
     @cached_property
     def scheme(self) -> Scheme:
         """What the modules get that no rule names."""

@@ -51,6 +51,8 @@ def _own_type(format: Format, in_features: int) -> str:
         )
     if format.symmetric:
         return "Q4_0" if format.bits <= 4 else "Q8_0"
+    if format.float_zero_point:
+        raise QbenchError(f"zero_point_dtype {format.zero_point_dtype} has no GGUF block type; uint8 does (Q4_1)")
     if format.bits > 4:
         raise QbenchError(f"{format.bits} bits with zero points have no GGUF block type; up to 4 bits do (Q4_1)")
     return "Q4_1"

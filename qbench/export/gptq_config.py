@@ -44,6 +44,9 @@ def refusal(module: str, format: Format, shape: tuple[int, int]) -> str | None:
         return f"{module}: only linears of decoder blocks (...layers.N...) are stored quantized; leave it uncompressed."
     if not isinstance(format, Integer):
         return f"{module}: format {format.name} cannot be stored; allowed: int."
+    if format.float_zero_point:
+        return f"{module}: zero_point_dtype {format.zero_point_dtype} cannot be stored, zero points are whole codes; " \
+               f"allowed: uint8."  # fmt: skip
     if format.bits not in BITS:
         return f"{module}: {format.bits} bits cannot be stored; allowed: {', '.join(map(str, BITS))}."
     for features, count in (("in", width), ("out", out)):

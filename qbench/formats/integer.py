@@ -6,10 +6,12 @@ Three choices that tools differ in, each a field here:
 - `symmetric`: the zero point is the middle code. With `full_range` the scale is ``2 * absmax / (2**bits - 1)`` and all
   codes are used (GPTQ, compressed-tensors; Q4_0 stores exactly this); without it the scale is
   ``absmax / (2**(bits-1) - 1)`` and the lowest code never occurs (classic absmax).
-- not `symmetric`: the range is widened to hold 0, so that a zero weight stays zero.
+- not `symmetric`: the range is widened to hold 0, so that a zero weight stays zero. With a float `zero_point_dtype`
+  (HQQ's files) the zero point lies between codes: the range is that of the weights, and zero need not stay zero.
 
-Scales are rounded to `scale_dtype` before any code is chosen, so that files which store float16 scales hold exactly
-the weights that were measured. Codes are unsigned: a symmetric code is its signed value plus ``2**(bits-1)``.
+Scales and zero points are rounded to their stored dtype before any code is chosen, so that files which store float16
+scales hold exactly the weights that were measured. Codes are unsigned: a symmetric code is its signed value plus
+``2**(bits-1)``.
 """
 
 from __future__ import annotations
@@ -27,6 +29,9 @@ else:
     torch = lazy_import("torch")
 
 
+LARGEST_FLOAT_ZERO = 1024  # float16 still tells quarters of a step apart below it
+
+
 @dataclass(frozen=True)
 class Integer(Format):
     """Integer codes with a scale and, if not symmetric, a zero point for each tensor, channel or group."""
@@ -39,6 +44,7 @@ class Integer(Format):
     symmetric: bool = True
     full_range: bool = True
     scale_dtype: Literal["float16", "float32"] = "float16"
+    zero_point_dtype: Literal["uint8", "float16", "float32"] = "uint8"
 
     def __post_init__(self) -> None:
         if not 2 <= self.bits <= 8:
@@ -48,6 +54,8 @@ class Integer(Format):
                 raise QbenchError(f"format int: group_size is {self.group_size}; allowed: 2 or more columns.")
         elif self.group_size is not None:
             object.__setattr__(self, "group_size", None)
+        if self.symmetric:
+            object.__setattr__(self, "zero_point_dtype", "uint8")
 
     @property
     def max_code(self) -> int:
@@ -58,18 +66,33 @@ class Integer(Format):
         """The code that stands for zero in the symmetric case."""
         return 1 << (self.bits - 1)
 
+    @property
+    def float_zero_point(self) -> bool:
+        return self.zero_point_dtype != "uint8"
+
     def block_size(self, in_features: int) -> int:
         return self.group_size if self.group_size is not None else in_features
 
     def fit(self, columns: torch.Tensor, shared: Params, importance: torch.Tensor | None = None) -> Params:
         if self.symmetric:
-            steps = self.max_code / 2 if self.full_range else self.middle - 1
-            return {"scale": self._stored(self._absmax(columns) / steps)}
+            largest = self.max_code / 2 if self.full_range else self.middle - 1
+            return {"scale": self._stored(self._absmax(columns) / largest)}
         low, high = self._range(columns)
-        scale = self._stored((high - low) / self.max_code)
+        steps = (high - low) / self.max_code
+        if self.float_zero_point:
+            scale = self._stored(steps.maximum(low.abs() / LARGEST_FLOAT_ZERO))
+            return {"scale": scale, "zero_point": self.rounded_zero_point(-low / scale)}
+        scale = self._stored(steps)
         return {"scale": scale, "zero_point": (-low / scale).round().clamp(0, self.max_code)}
 
+    def rounded_zero_point(self, zero_point: torch.Tensor) -> torch.Tensor:
+        """A float32 zero point as it will be read back."""
+        return zero_point.to(getattr(torch, self.zero_point_dtype)).float()
+
     def encode(self, columns: torch.Tensor, params: Params) -> torch.Tensor:
+        if self.float_zero_point:
+            codes = (columns / params["scale"] + params["zero_point"]).round()
+            return codes.clamp(0, self.max_code).to(torch.uint8)
         zero = params.get("zero_point", self.middle)
         lowest = 1 if self.symmetric and not self.full_range else 0
         return ((columns / params["scale"]).round() + zero).clamp(lowest, self.max_code).to(torch.uint8)
@@ -86,7 +109,7 @@ class Integer(Format):
             stored = {k: v[:1, :1] for k, v in params.items()}
         parts = {"codes": pack_bits(codes, self.bits), "scale": stored["scale"].to(getattr(torch, self.scale_dtype))}
         if not self.symmetric:
-            parts["zero_point"] = stored["zero_point"].to(torch.uint8)
+            parts["zero_point"] = stored["zero_point"].to(getattr(torch, self.zero_point_dtype))
         if g_idx is not None:
             parts["g_idx"] = g_idx.to(torch.int32)
         return QuantizedTensor(self, (codes.shape[0], codes.shape[1]), {k: v.contiguous() for k, v in parts.items()})
@@ -102,8 +125,9 @@ class Integer(Format):
         return absmax.amax().expand_as(absmax) if self.granularity == "tensor" else absmax
 
     def _range(self, columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        low = columns.amin(1, keepdim=True).clamp(max=0)
-        high = columns.amax(1, keepdim=True).clamp(min=0)
+        low, high = columns.amin(1, keepdim=True), columns.amax(1, keepdim=True)
+        if not self.float_zero_point:
+            low, high = low.clamp(max=0), high.clamp(min=0)
         if self.granularity == "tensor":
             low, high = low.amin().expand_as(low), high.amax().expand_as(high)
         return low, high

@@ -27,7 +27,15 @@ class Solver(ABC):
     """Base of every solver. Subclasses are frozen dataclasses whose fields are plain YAML values."""
 
     name: ClassVar[str]
-    uses_hessian: ClassVar[bool]  # needs calibration statistics, taken after earlier linears were quantized
+
+    @property
+    def uses_hessian(self) -> bool:
+        """Needs calibration statistics, taken after earlier linears were quantized."""
+        return False
+
+    def refusal(self, format: Format) -> str | None:
+        """Why the solver cannot work with `format`, and with which it can; None when it can."""
+        return None
 
     @abstractmethod
     def solve(self, weight: torch.Tensor, format: Format, hessian: torch.Tensor | None) -> Solution:
@@ -46,6 +54,7 @@ SOLVERS = Registry(
     {
         "nearest": "qbench.solvers.nearest:Nearest",
         "gptq": "qbench.solvers.gptq:GPTQ",
+        "hqq": "qbench.solvers.hqq:HQQ",
     },
 )
 

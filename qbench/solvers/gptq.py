@@ -39,7 +39,6 @@ class GPTQ(Solver):
     """Second-order rounding. `percdamp` is the share of the Hessian's mean diagonal that is added to the diagonal."""
 
     name: ClassVar[str] = "gptq"
-    uses_hessian: ClassVar[bool] = True
 
     percdamp: float = 0.01
     act_order: Literal["none", "static", "dynamic"] = "static"
@@ -47,6 +46,10 @@ class GPTQ(Solver):
     def __post_init__(self) -> None:
         if not 0 < self.percdamp <= 1:
             raise QbenchError(f"solver gptq: percdamp is {self.percdamp}; allowed: above 0 and up to 1.")
+
+    @property
+    def uses_hessian(self) -> bool:
+        return True
 
     def solve(self, weight: torch.Tensor, format: Format, hessian: torch.Tensor | None) -> Solution:
         assert hessian is not None, "GPTQ needs the Hessian of the layer's inputs"

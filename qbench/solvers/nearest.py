@@ -17,7 +17,6 @@ class Nearest(Solver):
     """Plain rounding (RTN)."""
 
     name: ClassVar[str] = "nearest"
-    uses_hessian: ClassVar[bool] = False
 
     def solve(self, weight: torch.Tensor, format: Format, hessian: torch.Tensor | None) -> Solution:
         return Solution(format.quantize(weight))

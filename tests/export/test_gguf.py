@@ -270,6 +270,7 @@ REFUSED = [
     (Integer(8, "channel", symmetric=False), "8 bits with zero points"),
     (Integer(4, "group", 16), "groups of 16"),
     (Integer(4, "group", 48), "groups of 48"),
+    (Integer(4, "group", 32, symmetric=False, zero_point_dtype="float16"), "zero_point_dtype float16"),
 ]
 
 

@@ -204,6 +204,12 @@ def test_a_folder_of_something_else_is_left_alone(model: ModelSource, tmp_path: 
         (Q_PROJ, Integer(bits=4, granularity="channel"), (64, 60), "60 in_features do not fill"),
         (Q_PROJ, Integer(bits=3, granularity="channel"), (48, 64), "48 out_features do not fill"),
         ("lm_head", Integer(bits=8), (512, 128), "only linears of decoder blocks"),
+        (
+            Q_PROJ,
+            Integer(bits=4, group_size=64, symmetric=False, zero_point_dtype="float16"),
+            (64, 64),
+            "zero_point_dtype float16 cannot be stored, .* allowed: uint8",
+        ),
     ],
 )
 def test_what_cannot_be_stored_is_refused_by_name(

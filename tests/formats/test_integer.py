@@ -93,11 +93,35 @@ def test_what_a_scale_cannot_hold_is_refused(bad: float) -> None:
         Integer(bits=4, group_size=32).quantize(weight)
 
 
+def test_a_float_zero_point_uses_the_whole_range_and_lies_between_codes() -> None:
+    weight = torch.linspace(0.95, 1.25, 32).view(1, -1)
+    quantized = Integer(4, "group", 32, symmetric=False, scale_dtype="float32", zero_point_dtype="float32").quantize(
+        weight
+    )
+    assert quantized.parts["scale"].item() == pytest.approx(0.02, rel=1e-5)
+    assert quantized.parts["zero_point"].item() == pytest.approx(-47.5, rel=1e-5)
+    assert (quantized.dequantize() - weight).abs().max() <= 0.01 + 1e-5
+
+
+def test_a_narrow_range_far_from_zero_keeps_a_zero_point_that_float16_holds() -> None:
+    weight = torch.tensor([[100.0, 100.01], [-3.0, -3.0], [0.0, 0.0], [1e-9, 2e-9]])
+    quantized = Integer(4, "group", 2, symmetric=False, zero_point_dtype="float16").quantize(weight)
+    assert quantized.parts["zero_point"].dtype == torch.float16
+    assert quantized.parts["zero_point"].abs().max() <= 1025
+    torch.testing.assert_close(quantized.dequantize(), weight, rtol=1e-3, atol=1e-8)
+
+
+def test_a_symmetric_format_has_no_zero_point_dtype() -> None:
+    assert Integer(4, zero_point_dtype="float16") == Integer(4)
+
+
 def test_bits_per_weight_counts_scales_and_zero_points() -> None:
     weight = torch.randn(8, 128)
     assert Integer(bits=4, group_size=32).quantize(weight).bits_per_weight == 4 + 16 / 32
     assert Integer(bits=4, group_size=32, symmetric=False).quantize(weight).bits_per_weight == 4 + (16 + 8) / 32
     assert Integer(bits=3, group_size=64).quantize(weight).bits_per_weight == 3 + 16 / 64
+    hqq = Integer(bits=4, group_size=64, symmetric=False, zero_point_dtype="float16")
+    assert hqq.quantize(weight).bits_per_weight == 4 + (16 + 16) / 64
 
 
 @pytest.mark.parametrize("fields", [{"bits": 1}, {"bits": 9}, {"group_size": 0}, {"group_size": None}])

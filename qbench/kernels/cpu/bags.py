@@ -43,7 +43,7 @@ class BagWeight:
     bits: int
     rows: torch.Tensor  # uint8 [in, out * bits / 8 + 4 or 8]: codes, then scale 1 and bias -middle; groups in order
     scale: torch.Tensor  # [groups, out] as stored; float32 [1, out] or [1, 1] without groups
-    zero: torch.Tensor | None  # int8 [groups, out] or [1, 1]: zero point minus middle
+    zero: torch.Tensor | None  # [groups, out] or [1, 1]: int8 zero point minus middle, or float zero point as stored
     order: torch.Tensor | None  # int32 [in]: the column each row is of, when act-order mixed them
     group_of_row: torch.Tensor  # int32 [in]
     even_groups: bool  # all groups are of one size
@@ -64,6 +64,10 @@ class BagWeight:
         affine = torch.tensor([1, -weight.format.middle], dtype=torch.float32 if bits == 8 else torch.float16)
         rows = torch.cat((pack_bits(codes.contiguous(), bits), affine.view(torch.uint8).expand(width, -1)), 1)
         zero = parts.get("zero_point")
+        if zero is not None:
+            zero = zero.T.contiguous()
+            if zero.dtype == torch.uint8:
+                zero = (zero.to(torch.int16) - weight.format.middle).to(torch.int8)
         counts = torch.bincount(group_of_row, minlength=groups)
         starts = torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0)[:-1]))
         if groups == 1:
@@ -73,7 +77,7 @@ class BagWeight:
             bits=bits,
             rows=rows,
             scale=(parts["scale"].float() if groups == 1 else parts["scale"]).T.contiguous(),
-            zero=None if zero is None else (zero.T.to(torch.int16) - weight.format.middle).to(torch.int8).contiguous(),
+            zero=zero,
             order=None if order is None else order.int(),
             group_of_row=group_of_row,
             even_groups=bool((counts == counts[0]).all()),
@@ -84,6 +88,13 @@ class BagWeight:
     def nbytes(self) -> int:
         tensors = (self.rows, self.scale, self.zero, self.order, self.group_of_row, self.bag_starts)
         return sum(t.nbytes for t in tensors if t is not None)
+
+    @property
+    def offset(self) -> torch.Tensor | None:
+        """The zero point minus the middle code, int8 or float32."""
+        if self.zero is None or self.zero.dtype == torch.int8:
+            return self.zero
+        return self.zero.float() - (1 << (self.bits - 1))
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """``x @ weight.T + bias``: `x` ``[n, in]``, result ``[n, out]`` in the dtype of `x`."""
@@ -104,15 +115,15 @@ class BagWeight:
         if n > 1:
             starts = (starts + torch.arange(0, n * width, width, dtype=torch.int32).unsqueeze(1)).view(-1)
         sums = self._bags(_columns(width, n), starts, x.reshape(-1)).view(n, -1, self.shape[0])
-        scale = self.scale.float()
+        scale, offset = self.scale.float(), self.offset
         if len(scale) == 1:
             y = sums.sum(1)
-            if self.zero is not None:
-                y -= x.sum(1, keepdim=True) * self.zero
+            if offset is not None:
+                y -= x.sum(1, keepdim=True) * offset
             return y.mul_(scale)
         y = sums.mul_(scale).sum(1)
-        if self.zero is not None:
-            y -= self._group_sums(x) @ (scale * self.zero)
+        if offset is not None:
+            y -= self._group_sums(x) @ (scale * offset)
         return y
 
     def _group_sums(self, x: torch.Tensor) -> torch.Tensor:
@@ -129,20 +140,20 @@ class BagWeight:
     def _dense_product(self, x: torch.Tensor) -> torch.Tensor:
         columns = _columns(self.shape[1], 1)
         w = self._bags(columns, columns, None)  # code - middle, [in, out]
-        scale, zero = self.scale.float(), self.zero
+        scale, offset = self.scale.float(), self.offset
         groups, width = len(scale), self.shape[1]
         if groups == 1:
-            if zero is not None:
-                w -= zero
+            if offset is not None:
+                w -= offset
             return (x @ w).mul_(scale)
         if self.even_groups:
             grouped = w.view(groups, width // groups, -1)
-            if zero is not None:
-                grouped -= zero.unsqueeze(1)
+            if offset is not None:
+                grouped -= offset.unsqueeze(1)
             grouped *= scale.unsqueeze(1)
         else:
-            if zero is not None:
-                w -= zero.index_select(0, self.group_of_row)
+            if offset is not None:
+                w -= offset.index_select(0, self.group_of_row)
             w *= scale.index_select(0, self.group_of_row)
         return x @ w
 
