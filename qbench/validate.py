@@ -177,11 +177,11 @@ def _check_exports(name: str, variant: Variant, schemes: dict[str, Scheme], sour
     shapes = {module: shape for module, shape in module_shapes(source).items() if module in schemes}
     wrong = []
     for index, export in enumerate(variant.export):
-        options = export.model_dump(exclude={"layout"}, exclude_none=True)
+        options = export.model_dump(exclude={"layout", "pre_tokenizer"}, exclude_none=True)
         try:
             CHECKS.get(export.layout)(schemes, shapes, source.config, **options)
             if export.layout == "gguf":
-                check_tokenizer(source)
+                check_tokenizer(source, export.pre_tokenizer)
         except QbenchError as error:
             wrong.append(f"variants.{name}.export[{index}]: {error}")
     return wrong

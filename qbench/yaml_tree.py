@@ -12,6 +12,7 @@ import yaml
 from qbench.errors import QbenchError
 from qbench.registry import nearest
 
+MAX_VALUES = 100_000  # in one recipe, aliases written out
 KeyPath = tuple[str | int, ...]
 
 
@@ -37,14 +38,12 @@ def path_text(path: KeyPath) -> str:
 def read_tree(file: Path) -> Tree:
     """One YAML file, its `extends` not followed. Raises `QbenchError` on anything but a mapping with unique keys."""
     try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise QbenchError(f"{file}: cannot be read: {error}") from error
-    try:
-        root = yaml.compose(text, yaml.SafeLoader)
-        data = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError) as error:
-        raise QbenchError(f"{file}: not valid YAML: {error}") from error
+        text = file.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise QbenchError(f"{file}: cannot be read: {error.strerror}.") from error
+    except ValueError as error:
+        raise QbenchError(f"{file}: a recipe is UTF-8 text ({error}).") from error
+    root, data = _parsed(text, str(file))
     if not isinstance(data, dict):
         raise QbenchError(f"{file}: expected a mapping of keys to values at the top level.")
     places: dict[KeyPath, str] = {}
@@ -53,6 +52,32 @@ def read_tree(file: Path) -> Tree:
     if repeated:
         raise QbenchError("\n".join(repeated))
     return Tree(data, places)
+
+
+def _parsed(text: str, where: str) -> tuple[yaml.Node | None, Any]:
+    """The nodes and the value of a YAML text. Raises `QbenchError` when it is not valid or aliases make it endless."""
+    try:
+        root = yaml.compose(text, yaml.SafeLoader)
+        if _expanded(root, {}) > MAX_VALUES:
+            raise QbenchError(f"{where}: its aliases make it more than {MAX_VALUES} values.")
+        return root, yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError) as error:
+        raise QbenchError(f"{where}: not valid YAML: {error}") from error
+    except RecursionError:
+        raise QbenchError(f"{where}: nested too deeply, or an alias lies inside what it stands for.") from None
+
+
+def _expanded(node: yaml.Node | None, known: dict[int, int]) -> int:
+    """The number of values below `node` when every alias is written out."""
+    if node is None or id(node) in known:
+        return known.get(id(node), 0)
+    total = 1
+    if isinstance(node, yaml.SequenceNode):
+        total += sum(_expanded(item, known) for item in node.value)
+    elif isinstance(node, yaml.MappingNode):
+        total += sum(_expanded(part, known) for pair in node.value for part in pair)
+    known[id(node)] = total
+    return total
 
 
 def _walk(
@@ -121,10 +146,9 @@ def set_value(tree: Tree, assignment: str) -> None:
     key, equals, text = assignment.partition("=")
     if not equals or not key.strip():
         raise QbenchError(f"--set {assignment}: expected key=value, such as variants.gptq.format.bits=3.")
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise QbenchError(f"--set {assignment}: the value is not valid YAML: {error}") from error
+    if key.strip().partition(".")[0] == "extends":
+        raise QbenchError(f"--set {assignment}: extends can only be changed in the recipe itself.")
+    _, value = _parsed(text, f"--set {assignment}")
     path: list[str | int] = []
     node: Any = tree.data
     steps = key.strip().split(".")

@@ -120,6 +120,19 @@ def test_a_partial_group_is_fine_until_a_layout_cannot_hold_it(tmp_path: Path) -
     plan_for(tmp_path, model, {"x": {**variant, "format": {"group_size": 64}, "export": [{"layout": "gptq"}]}})
 
 
+@pytest.mark.trap(39)
+def test_a_pre_tokenizer_that_gguf_has_no_name_for_takes_the_users_choice(tmp_path: Path) -> None:
+    model = make_tiny_llama(tmp_path / "m")
+    described = json.loads((model / "tokenizer.json").read_text())
+    described["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [{"type": "WhitespaceSplit"}]}
+    (model / "tokenizer.json").write_text(json.dumps(described))
+    export: dict[str, Any] = {"layout": "gguf", "type": "f16"}
+    message = refusal(tmp_path, model, {"x": {"preset": "nf4", "export": [export]}})
+    assert "variants.x.export[0]: tokenizer.json" in message
+    assert "Give the export a pre_tokenizer" in message
+    plan_for(tmp_path, model, {"x": {"preset": "nf4", "export": [export | {"pre_tokenizer": "qwen2"}]}})
+
+
 def test_gguf_cannot_hold_dynamic_groups_or_nf4(tmp_path: Path, tiny_llama: Path) -> None:
     gguf = [{"layout": "gguf"}]
     variants = {

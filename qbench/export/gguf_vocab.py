@@ -103,7 +103,7 @@ class Vocabulary:
         if name is None:
             raise QbenchError(
                 "tokenizer.json: its pre-tokenizer is none of those that GGUF has a name for and that are known here. "
-                f"Give pre_tokenizer to choose one yourself. {nearest('', PRE_TOKENIZERS)}"
+                f"Give the export a pre_tokenizer to choose one yourself. {nearest('', PRE_TOKENIZERS)}"
             )
         if found is None:
             self.notes.append(f"The pre-tokenizer was given as {name!r}; tokenizer.json holds another rule.")

@@ -324,9 +324,9 @@ def test_pre_tokenizer_is_never_guessed(tmp_path: Path) -> None:
     described = json.loads((folder / "tokenizer.json").read_text())
     described["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [{"type": "WhitespaceSplit"}]}
     (folder / "tokenizer.json").write_text(json.dumps(described))
-    with pytest.raises(QbenchError, match="Give pre_tokenizer"):
+    with pytest.raises(QbenchError, match="a pre_tokenizer to choose"):
         write(open_model(folder), tmp_path / "a.gguf")
-    with pytest.raises(QbenchError, match="Give pre_tokenizer"):
+    with pytest.raises(QbenchError, match="a pre_tokenizer to choose"):
         check_tokenizer(open_model(folder))
     with pytest.raises(QbenchError, match="Unknown pre-tokenizer 'gpt2'"):
         write(open_model(folder), tmp_path / "a.gguf", pre_tokenizer="gpt2")
