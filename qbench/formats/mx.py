@@ -107,7 +107,7 @@ def mx_scale(absmax: torch.Tensor, largest: float, rule: ScaleRule) -> torch.Ten
 
 def power_of_two(scale: torch.Tensor) -> torch.Tensor:
     """Float32 values of E8M0 bytes."""
-    return torch.ldexp(torch.ones((), device=scale.device), scale.int() - BIAS)
+    return torch.ldexp(torch.ones_like(scale, dtype=torch.float32), scale.int() - BIAS)
 
 
 def e8m0(scale: torch.Tensor) -> torch.Tensor:
