@@ -1,4 +1,5 @@
-"""Named starting points. A preset is plain data: a format and a solver, every field of which a recipe may override."""
+"""Named starting points. A preset is plain data: a format, a solver and perhaps a transform, all of whose fields a recipe may
+override."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from qbench.errors import QbenchError
 from qbench.formats.base import FORMATS
 from qbench.formats.parse import build
 from qbench.solvers.base import SOLVERS
+from qbench.transforms.base import TRANSFORMS
 
 _GROUPED_INT4 = {
     "name": "int",
@@ -36,9 +38,34 @@ PRESETS: dict[str, dict[str, Any]] = {
         "format": {"name": "nf4", "group_size": 64},
         "solver": {"name": "nearest"},
     },
+    "fp4": {
+        "description": "4-bit floats in bitsandbytes' numbering, one absmax per 64 weights",
+        "format": {"name": "fp4", "group_size": 64},
+        "solver": {"name": "nearest"},
+    },
     "fp8": {
         "description": "8-bit floating point E4M3, one scale a row",
         "format": {"name": "fp8", "granularity": "channel"},
+        "solver": {"name": "nearest"},
+    },
+    "fp8-block": {
+        "description": "8-bit floating point E4M3, one scale a tile of 128 x 128 weights",
+        "format": {"name": "fp8", "granularity": "block"},
+        "solver": {"name": "nearest"},
+    },
+    "mxfp8": {
+        "description": "8-bit floating point E4M3, a power of two per 32 weights",
+        "format": {"name": "mxfp8"},
+        "solver": {"name": "nearest"},
+    },
+    "mxfp4": {
+        "description": "4-bit floating point E2M1, a power of two per 32 weights",
+        "format": {"name": "mxfp4"},
+        "solver": {"name": "nearest"},
+    },
+    "nvfp4-w4a16": {
+        "description": "4-bit floating point E2M1, an 8-bit scale per 16 weights and one for the tensor; weights only",
+        "format": {"name": "nvfp4"},
         "solver": {"name": "nearest"},
     },
     "rtn": {
@@ -56,23 +83,35 @@ PRESETS: dict[str, dict[str, Any]] = {
         "format": _GROUPED_INT4,
         "solver": {"name": "gptq", "percdamp": 0.01, "act_order": "static"},
     },
+    "awq": {
+        "description": "4-bit integers in groups of 128, channels with large activations scaled up, ranges clipped",
+        "format": _GROUPED_INT4 | {"symmetric": False},
+        "solver": {"name": "nearest"},
+        "transform": {"name": "awq", "grid": 20, "form": "duo", "clip": True},
+    },
+    "smoothquant": {
+        "description": "8-bit integers, one scale a row; activation outliers moved into the weights first",
+        "format": _CHANNEL_INT8 | {"symmetric": True, "full_range": False},
+        "solver": {"name": "nearest"},
+        "transform": {"name": "smoothquant", "alpha": 0.5},
+    },
 }
 
 
 def build_axis(axis: str, preset: str | None, *layers: dict[str, Any]) -> Any:
-    """The format or solver (`axis`) that `layers` of fields over a preset's describe; None without any name.
+    """The format, solver or transform (`axis`) that `layers` of fields over a preset's describe; None without any name.
 
     A layer that names another format than the one below it starts afresh. Raises ValueError with the reason.
     """
     start = PRESETS[preset] if preset is not None else {"format": {}, "solver": {"name": "nearest"}}
-    fields: dict[str, Any] = dict(start[axis])
+    fields: dict[str, Any] = dict(start.get(axis, {}))
     for layer in layers:
         afresh = "name" in layer and layer["name"] != fields.get("name")
         fields = dict(layer) if afresh else {**fields, **layer}
     if "name" not in fields:
         return None
     try:
-        built = build({"format": FORMATS, "solver": SOLVERS}[axis], fields)
+        built = build({"format": FORMATS, "solver": SOLVERS, "transform": TRANSFORMS}[axis], fields)
     except QbenchError as error:
         raise ValueError(str(error)) from error
     for key in (key for layer in layers for key in layer):
