@@ -8,9 +8,11 @@ from transformers import LlamaConfig
 
 from qbench.errors import QbenchError
 from qbench.formats.base import QuantizedTensor
-from qbench.formats.codebook import NF4
+from qbench.formats.codebook import FP4, NF4
 from qbench.formats.float8 import FP8
 from qbench.formats.integer import Integer
+from qbench.formats.mx import MXFP4, MXFP8
+from qbench.formats.nvfp4 import NVFP4
 from qbench.runtime.scheduler import ScheduledStep
 from tests.runtime.fakes import logits_in_chunks, make_runner, random_model, scheduled, source_of
 from tests.runtime.test_decoder import TINY, oracle
@@ -27,12 +29,27 @@ def quantize_blocks(name: str, tensor: torch.Tensor) -> torch.Tensor | Quantized
     return formats.get(name.split(".")[-2], INT4).quantize(tensor)
 
 
+def quantize_floats(name: str, tensor: torch.Tensor) -> torch.Tensor | QuantizedTensor:
+    """Every floating-point format over the block linears."""
+    if tensor.dim() != 2 or ".layers." not in name:
+        return tensor
+    formats = {
+        "q_proj": NVFP4(),
+        "k_proj": INT8,
+        "v_proj": MXFP4(),
+        "o_proj": FP8("block"),
+        "gate_proj": MXFP8(),
+        "up_proj": FP4(double_quant=True),
+    }
+    return formats.get(name.split(".")[-2], FP8(element="e5m2")).quantize(tensor)
+
+
 def quantize_all(name: str, tensor: torch.Tensor) -> torch.Tensor | QuantizedTensor:
     return INT8.quantize(tensor) if tensor.dim() == 2 else tensor
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("quantize", [quantize_blocks, quantize_all])
+@pytest.mark.parametrize("quantize", [quantize_blocks, quantize_floats, quantize_all])
 def test_quantized_weights_compute_as_their_decoded_values(quantize, tied: bool) -> None:  # type: ignore[no-untyped-def]
     model = random_model(LlamaConfig(**TINY | {"tie_word_embeddings": tied}))
     source = source_of(model, quantize)
