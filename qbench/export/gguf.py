@@ -11,7 +11,7 @@ Integer results keep their codes (see `gguf_types`); what is stored differently 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
@@ -83,13 +83,15 @@ def write(
     path = folder_or_file if folder_or_file.suffix == ".gguf" else folder_or_file / FILE_NAME
     metadata, notes = _metadata(source, pre_tokenizer)
     with written_whole(path) as part:
-        kinds, uneven = _write_tensors(source, part, metadata, type)
+        kinds, replaced = _write_tensors(source, part, metadata, type)
         readback = verify(source, read(part))
         nbytes = part.stat().st_size
     if readback.quantized_difference:
         notes.append(f"Quantized weights read back with a difference of up to {readback.quantized_difference:.3g}.")
-    if uneven:
-        notes.append(f"{len(uneven)} linears are F16: in_features is not a multiple of 32 ({uneven[0]}, ...).")
+    for kind, names in replaced.items():
+        notes.append(
+            f"{len(names)} linears are {kind}: their rows do not divide into the type's blocks ({names[0]}, ...)."
+        )
     return ExportReport(
         layout="gguf",
         files=[path],
@@ -116,8 +118,9 @@ def _metadata(source: ModelSource, pre_tokenizer: str | None) -> tuple[dict[str,
 
 def _write_tensors(
     source: ModelSource, path: Path, metadata: dict[str, Any], requested: str
-) -> tuple[dict[str, str], list[str]]:
-    """Streams every tensor into `path`; gives each one's stored type, and the linears whose rows fit no block."""
+) -> tuple[dict[str, str], dict[str, list[str]]]:
+    """Streams every tensor into `path`; gives each one's stored type, and by type the linears that are in another
+    one than was asked for, because of the length of their rows."""
     from qbench.export.gguf_container import GGUFWriter
     from qbench.export.gguf_encode import encode
     from qbench.models.gguf_names import ARCHITECTURES, rotary_heads, rows_to_gguf, to_gguf
@@ -138,7 +141,7 @@ def _write_tensors(
         extra[FACTORS_TENSOR] = llama3_factors(rope, rope["rope_theta"], head_dim)
         shapes[FACTORS_TENSOR] = (head_dim // 2,)
     kinds: dict[str, str] = {}
-    uneven: list[str] = []
+    replaced: defaultdict[str, list[str]] = defaultdict(list)
     with GGUFWriter(path, shapes, metadata) as writer:
         for stored in shapes:
             tensor = extra[stored] if stored in extra else source.load(names[stored])
@@ -149,9 +152,10 @@ def _write_tensors(
                 data = rows_to_gguf(rows, count)
             writer.add(stored, kind, data.contiguous().numpy())
             kinds[names.get(stored, stored)] = kind
-            blocks_wanted = isinstance(tensor, QuantizedTensor) or requested not in ("auto", "f16")
-            if blocks_wanted and kind == "F16" and ".layers." in names[stored] and requested != "f16":
-                uneven.append(names[stored])
+            if kind != "F32" and ".layers." in names[stored]:
+                own = requested == "auto"
+                if (isinstance(tensor, QuantizedTensor) and kind == "F16") if own else kind != requested.upper():
+                    replaced[kind].append(names[stored])
         metadata["general.file_type"] = file_type(Counter(kinds.values()))
         writer.finish()
-    return kinds, uneven
+    return kinds, replaced

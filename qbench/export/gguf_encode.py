@@ -6,9 +6,10 @@ import torch
 
 from qbench.errors import QbenchError
 from qbench.export.gguf_types import BLOCK, stored_type
+from qbench.formats import gguf_blocks
 from qbench.formats.base import QuantizedTensor
 from qbench.formats.bitpack import unpack_bits
-from qbench.formats.gguf_blocks import ENCODERS, assemble
+from qbench.formats.gguf_blocks import GGUFBlocks, assemble
 from qbench.formats.integer import Integer
 
 
@@ -24,6 +25,8 @@ def encode(name: str, tensor: torch.Tensor | QuantizedTensor, requested: str) ->
     except QbenchError as error:
         raise QbenchError(f"{name}: {error}") from None
     if isinstance(tensor, QuantizedTensor):
+        if isinstance(format, GGUFBlocks) and format.kind == kind:
+            return kind, tensor.parts["blocks"]
         if requested == "auto" and kind != "F16":
             return kind, _own_codes(name, tensor, kind)
         tensor = tensor.dequantize()
@@ -31,7 +34,7 @@ def encode(name: str, tensor: torch.Tensor | QuantizedTensor, requested: str) ->
         return kind, tensor.float().unsqueeze(0).contiguous().view(torch.uint8)
     if kind == "F16":
         return kind, _float16(name, tensor).contiguous().view(torch.uint8)
-    return kind, ENCODERS[kind](tensor.float())
+    return kind, gguf_blocks.encode(kind, tensor.float())
 
 
 def _own_codes(name: str, tensor: QuantizedTensor, kind: str) -> torch.Tensor:

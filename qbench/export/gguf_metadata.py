@@ -10,7 +10,19 @@ from typing import Any
 from qbench.errors import QbenchError
 
 ARCHITECTURE_OF = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}  # model_type -> GGUF's
-FILE_TYPES = {"F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7}  # llama.cpp's general.file_type
+FILE_TYPES = {  # llama.cpp's general.file_type
+    "F16": 1,
+    "Q4_0": 2,
+    "Q4_1": 3,
+    "Q8_0": 7,
+    "Q5_0": 8,
+    "Q5_1": 9,
+    "Q2_K": 10,
+    "Q3_K": 12,
+    "Q4_K": 15,
+    "Q5_K": 17,
+    "Q6_K": 18,
+}
 ROPE_TYPES = ("default", "linear", "llama3")
 
 

@@ -1,7 +1,8 @@
 """Which GGUF type a tensor is stored in, decided from its name, format and shape alone.
 
 With ``auto`` an integer result keeps its own codes: symmetric up to 4 bits in Q4_0, symmetric 5 to 8 bits in Q8_0,
-zero-point up to 4 bits in Q4_1. What no block type can hold is refused, never rounded in silence.
+zero-point up to 4 bits in Q4_1; what is in a GGUF block type already stays as it is. What no block type can hold is
+refused, never rounded in silence. A K-quant that is asked for by name is replaced where rows are no multiple of 256.
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from qbench.errors import QbenchError
-from qbench.formats.base import Format
+from qbench.formats.base import FORMATS, Format
+from qbench.formats.gguf_blocks import KINDS, GGUFBlocks
 from qbench.formats.integer import Integer
 from qbench.registry import nearest
 
 BLOCK = 32
-TYPES = ("auto", "f16", "q8_0", "q4_0", "q4_1")
+TYPES = ("auto", "f16", *(kind.lower() for kind in KINDS))
 
 
 def check_type(requested: str) -> None:
@@ -24,10 +26,10 @@ def check_type(requested: str) -> None:
 
 
 def stored_type(name: str, format: Format | None, shape: tuple[int, ...], requested: str) -> str:
-    """The ggml type ("F32", "F16", "Q8_0", "Q4_0", "Q4_1") of one tensor; `format` is None for a dense one.
+    """The ggml type ("F32", "F16", or one of `gguf_blocks.KINDS`) of one tensor; `format` is None for a dense one.
 
     Vectors are F32. Embedding and head stay F16 unless they are quantized themselves. Rows that do not divide into
-    blocks of 32 are F16.
+    blocks of 32 are F16, those that do not divide into a K-quant's 256 in the type that llama.cpp takes instead.
     """
     if len(shape) == 1:
         return "F32"
@@ -35,13 +37,18 @@ def stored_type(name: str, format: Format | None, shape: tuple[int, ...], reques
     if dense_in_auto or requested == "f16" or shape[-1] % BLOCK:
         return "F16"
     if requested != "auto":
-        return requested.upper()
+        wanted: GGUFBlocks = FORMATS.get(requested)()
+        fitting = wanted.for_width(shape[-1])
+        assert isinstance(fitting, GGUFBlocks)
+        return fitting.kind
     assert format is not None
     return _own_type(format, shape[-1])
 
 
 def _own_type(format: Format, in_features: int) -> str:
     """The block type that holds `format`'s codes. Raises `QbenchError` (without the tensor's name) when none does."""
+    if isinstance(format, GGUFBlocks):
+        return format.kind
     if not isinstance(format, Integer):
         raise QbenchError(f"format {format.name} has no GGUF block type")
     block = format.block_size(in_features)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from qbench.errors import QbenchError
-from qbench.formats.gguf_blocks import DECODERS
+from qbench.formats import gguf_blocks
 from qbench.models.content_hash import content_hash
 from qbench.models.gguf_config import config_from_gguf
 from qbench.models.gguf_file import GGUFFile, GGUFTensor, read_gguf
@@ -41,15 +41,15 @@ def decode(tensor: GGUFTensor) -> torch.Tensor:
     if tensor.type in PLAIN:
         return data.view(PLAIN[tensor.type]).reshape(tensor.shape)
     rows = data.reshape(*tensor.shape[:-1], -1)
-    if tensor.type in DECODERS:
-        return DECODERS[tensor.type](rows.flatten(0, -2)).reshape(tensor.shape)
+    if tensor.type in gguf_blocks.KINDS:
+        return gguf_blocks.decode(tensor.type, rows.flatten(0, -2)).reshape(tensor.shape)
     return torch.from_numpy(gguf.quants.dequantize(rows.numpy(), gguf.GGMLQuantizationType[tensor.type]))
 
 
 @cache
 def can_decode(kind: str) -> bool:
     """Whether `decode` knows a ggml type."""
-    if kind in PLAIN or kind in DECODERS:
+    if kind in PLAIN or kind in gguf_blocks.KINDS:
         return True
     ggml_type = gguf.GGMLQuantizationType[kind]
     try:

@@ -1,5 +1,5 @@
 """GPTQ (Frantar et al., arXiv 2210.17323): columns are rounded one by one and each error is made good by the
-columns still to come, weighted by the inverse Hessian of the layer's inputs.
+columns still to come, as the Hessian of the layer's inputs says.
 
 It drives any format through fit / encode / decode. What the variants of GPTQ differ in:
 
@@ -10,8 +10,13 @@ It drives any format through fit / encode / decode. What the variants of GPTQ di
 - `act_order: dynamic`: the same order, groups formed of columns in that order and fitted when reached. Often the
   lowest error; every column then carries the index of its group (g_idx).
 
-Let ``U`` be the upper Cholesky factor of ``H^-1`` (``H^-1 = U^T U``). It is had with one factorization: if J reverses
-the order and ``J H J = L L^T``, then ``U = J L^-1 J``.
+The paper works with the upper Cholesky factor ``U`` of ``H^-1``. Its inverse ``R = U^-1`` is the upper factor of H
+itself, ``H = R R^T``, and is enough: when the columns S have the errors ``E`` (weight minus decoded), the best values
+of the next columns B are ``W_B + E R_SB R_BB^-1``, and inside B the paper's steps use ``U_BB = R_BB^-1``. So H is
+factored once, in place, and only small blocks are inverted (QuIP, arXiv 2307.13304, shows the two to be the same).
+
+With the columns stored last to first, the transposed R is what an ordinary Cholesky factorization leaves in memory:
+below, row i of every ``[in, ...]`` matrix belongs to the i-th column from the end of the order.
 """
 
 from __future__ import annotations
@@ -23,25 +28,32 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from qbench.errors import QbenchError
 from qbench.formats.base import Format, Params
 from qbench.lazy import lazy_import
+from qbench.solvers import search
 from qbench.solvers.base import Solution, Solver
+from qbench.solvers.search import Search
 
 if TYPE_CHECKING:
     import torch
 else:
     torch = lazy_import("torch")
 
-LAZY_BATCH = 128  # columns whose errors are applied to the rest of the matrix in one product
+BATCH = 128  # columns that take the errors of all columns before them in one product
+RUN = 16  # columns inside a batch whose errors are applied to the rest of the batch in one product
 MAX_DAMPING_RETRIES = 10  # the damping is doubled each time: up to 1024 times `percdamp`
 
 
 @dataclass(frozen=True)
 class GPTQ(Solver):
-    """Second-order rounding. `percdamp` is the share of the Hessian's mean diagonal that is added to the diagonal."""
+    """Second-order rounding. `percdamp` is the share of the Hessian's mean diagonal that is added to the diagonal.
+
+    `search`: each block's range as it is, or shrunk to the least error of plain rounding.
+    """
 
     name: ClassVar[str] = "gptq"
 
     percdamp: float = 0.01
     act_order: Literal["none", "static", "dynamic"] = "static"
+    search: Search = "minmax"
 
     def __post_init__(self) -> None:
         if not 0 < self.percdamp <= 1:
@@ -51,70 +63,77 @@ class GPTQ(Solver):
     def uses_hessian(self) -> bool:
         return True
 
+    def refusal(self, format: Format) -> str | None:
+        if self.act_order == "dynamic" and not format.any_order:
+            return f"act_order dynamic scatters a group's columns, which format {format.name} cannot store; " \
+                   "allowed: none, static."  # fmt: skip
+        return search.refusal(self.search, format)
+
     def solve(self, weight: torch.Tensor, format: Format, hessian: torch.Tensor | None) -> Solution:
         assert hessian is not None, "GPTQ needs the Hessian of the layer's inputs"
-        hessian = hessian.clone()
         diagonal = hessian.diagonal()
         dead = diagonal == 0
-        diagonal[dead] = 1
+        diagonal = diagonal.masked_fill(dead, 1)
         weight = weight.masked_fill(dead, 0)
-        order = torch.argsort(diagonal, descending=True, stable=True) if self.act_order != "none" else None
-        if order is not None:
-            hessian = hessian[order][:, order]
-        factor, damping = self._inverse_factor(hessian)
+        order = torch.arange(len(diagonal), device=weight.device)
+        if self.act_order != "none":
+            order = torch.argsort(diagonal, descending=True, stable=True)
+        factor, damping = self._factor(hessian, diagonal, order.flip(0))
         if factor is None:
-            quantized = format.quantize(weight)
+            quantized = format.quantize(weight, fit=search.fit_of(self.search, format))
             why = f"Hessian not positive definite with damping up to {damping:.3g}"
             return Solution(quantized, damping, int(dead.sum()), fallback=why)
-        groups = _Groups(format, weight, order, refit=self.act_order != "static")
-        codes = _round_columns(weight if order is None else weight[:, order], factor, format, groups)
+        groups = _Groups(self, format, weight, order)
+        codes = _round_columns(weight.T.index_select(0, order.flip(0)), factor, format, groups)
+        inverse = torch.argsort(order)
         g_idx = None
-        if order is not None:
-            inverse = torch.argsort(order)
-            codes = codes[:, inverse]
-            if groups.refit and groups.count > 1:
-                g_idx = (torch.arange(weight.shape[1], device=weight.device) // groups.size)[inverse]
+        if self.act_order == "dynamic" and groups.count > 1:
+            g_idx = (torch.arange(weight.shape[1], device=weight.device) // groups.size)[inverse]
+        codes = codes[inverse].T.contiguous()
         return Solution(format.pack(codes, groups.params(), g_idx), damping, int(dead.sum()))
 
-    def _inverse_factor(self, hessian: torch.Tensor) -> tuple[torch.Tensor | None, float]:
-        """The upper Cholesky factor of the damped inverse, and the damping that made it positive definite."""
-        mean = hessian.diagonal().mean()
-        damping = self.percdamp
+    def _factor(
+        self, hessian: torch.Tensor, diagonal: torch.Tensor, backwards: torch.Tensor
+    ) -> tuple[torch.Tensor | None, float]:
+        """The transposed upper factor R of the damped Hessian, columns ordered `backwards`; None if there is none.
+
+        Only its upper triangle is meant. With it comes the damping that made the Hessian positive definite.
+        """
+        mean, damping = diagonal.mean(), self.percdamp
         for attempt in range(MAX_DAMPING_RETRIES + 1):
             damping = self.percdamp * 2**attempt
-            damped = hessian.clone()
-            damped.diagonal().add_(damping * mean)
-            lower, failed = torch.linalg.cholesky_ex(damped.flip(0, 1))
+            damped = hessian[backwards.unsqueeze(1), backwards]
+            damped.diagonal().copy_(diagonal[backwards] + damping * mean)
+            failed = torch.empty((), dtype=torch.int32, device=hessian.device)
+            torch.linalg.cholesky_ex(damped.mT, out=(damped.mT, failed))  # in place: the transposed lower factor
             if failed == 0:
-                identity = torch.eye(lower.shape[0], dtype=lower.dtype, device=lower.device)
-                factor = torch.linalg.solve_triangular(lower, identity, upper=False).flip(0, 1)
-                if bool(torch.isfinite(factor).all()):
-                    return factor.contiguous(), damping
+                return damped, damping
         return None, damping
 
 
 class _Groups:
     """The parameters of each group of columns; fitted beforehand, or when the group is reached (`refit`)."""
 
-    def __init__(self, format: Format, weight: torch.Tensor, order: torch.Tensor | None, *, refit: bool) -> None:
+    def __init__(self, solver: GPTQ, format: Format, weight: torch.Tensor, order: torch.Tensor) -> None:
         width = weight.shape[1]
         self.format = format
+        self.fit = search.fit_of(solver.search, format)
         self.size = format.block_size(width)
         self.count = -(-width // self.size)
-        self.refit = refit and self.count > 1
-        self.fitted: list[Params] = []
+        self.refit = solver.act_order != "static" and self.count > 1
         self.shared = format.shared(weight)
-        columns = range(width) if order is None or self.refit else order.tolist()
+        self.fitted: list[Params] = []
+        columns = range(width) if self.refit else order.tolist()
         self.group_of = [column // self.size for column in columns]  # by position in the order of solving
         self.offset_of = [column % self.size for column in columns]
         if not self.refit:
-            self.fitted = [format.fit(part, self.shared) for part in torch.split(weight, self.size, 1)]
+            self.fitted = [self.fit(part, self.shared, None) for part in torch.split(weight, self.size, 1)]
 
     def at(self, position: int, upcoming: torch.Tensor) -> Params:
-        """Parameters of the column at `position`; `upcoming` ``[out, n]`` are the weights from there on."""
+        """Parameters of the column at `position`; `upcoming` ``[n, out]`` are the batch's weights up to there."""
         group = self.group_of[position]
         if self.refit and group == len(self.fitted):
-            self.fitted.append(self.format.fit(upcoming[:, : self.size], self.shared))
+            self.fitted.append(self.fit(upcoming[-self.size :].flip(0).T, self.shared, None))
         offset = self.offset_of[position]
         return self.format.spread(self.fitted[group], offset, offset + 1)
 
@@ -123,33 +142,55 @@ class _Groups:
         return {key: torch.cat([params[key] for params in self.fitted], 1) for key in self.fitted[0]}
 
 
-def _round_columns(weight: torch.Tensor, factor: torch.Tensor, format: Format, groups: _Groups) -> torch.Tensor:
-    """Codes ``[out, in]`` of `weight` (columns in the order of solving) under the inverse factor `factor`."""
-    rest = weight.T.contiguous()  # [in, out]: a column of the weight is contiguous
+def _round_columns(rest: torch.Tensor, factor: torch.Tensor, format: Format, groups: _Groups) -> torch.Tensor:
+    """Codes ``[in, out]`` in the order of solving; `rest` ``[in, out]`` holds the weights and is overwritten."""
+    codes: list[torch.Tensor] = []
+    for start, stop in _batches(len(rest), groups):
+        block = factor[start:stop, start:stop]
+        identity = torch.eye(stop - start, dtype=factor.dtype, device=factor.device)
+        inverse = torch.linalg.solve_triangular(block, identity, upper=True)  # U_BB transposed
+        batch = rest[start:stop]  # the errors are what stays in `rest`
+        corrected = torch.addmm(batch, inverse, factor[start:stop, stop:] @ rest[stop:])
+        steps = inverse.T.contiguous()
+        for end in range(stop - start, 0, -RUN):
+            begin = max(end - RUN, 0)
+            codes += _round_run(corrected, batch, steps, begin, end, len(rest) - stop, format, groups)
+    return torch.stack(codes)
+
+
+def _round_run(
+    corrected: torch.Tensor,
+    batch: torch.Tensor,
+    steps: torch.Tensor,
+    begin: int,
+    end: int,
+    done: int,
+    format: Format,
+    groups: _Groups,
+) -> list[torch.Tensor]:
+    """Codes of rows ``end - 1`` down to `begin` of a batch that comes after `done` columns.
+
+    `corrected` holds the batch's weights with all errors so far applied, `batch` the original ones, which are turned
+    into errors.
+    """
     codes = []
-    for start, stop in _batches(rest.shape[0], groups):
-        batch = rest[start:stop]
-        errors = torch.empty_like(batch)
-        for i in range(stop - start):
-            column = batch[i].unsqueeze(1)  # [out, 1]
-            params = groups.at(start + i, batch[i:].T if groups.size <= stop - start else rest[start + i :].T)
-            code = format.encode(column, params)
-            codes.append(code)
-            row = factor[start + i, start + i : stop]
-            errors[i] = (batch[i] - format.decode(code, params).squeeze(1)) / row[0]
-            batch[i:].addr_(row, errors[i], alpha=-1)
-        rest[stop:].addmm_(factor[start:stop, stop:].T, errors, alpha=-1)
-    return torch.cat(codes, 1)
+    errors = torch.empty_like(corrected[begin:end])
+    for i in range(end - 1, begin - 1, -1):
+        params = groups.at(done + len(batch) - 1 - i, corrected[: i + 1])
+        code = format.encode(corrected[i].unsqueeze(1), params)
+        codes.append(code.squeeze(1))
+        decoded = format.decode(code, params).squeeze(1)
+        batch[i] -= decoded
+        step = steps[i]
+        error = torch.sub(corrected[i], decoded, out=errors[i - begin]).div_(step[i])
+        corrected[begin:i].addr_(step[begin:i], error, alpha=-1)
+    corrected[:begin].addmm_(steps[begin:end, :begin].T, errors, alpha=-1)
+    return codes
 
 
 def _batches(width: int, groups: _Groups) -> Iterator[tuple[int, int]]:
-    """Runs of about `LAZY_BATCH` columns. A group that is fitted when reached begins with every earlier error applied:
-    it lies in one run, or starts one."""
-    size = groups.size if groups.refit else LAZY_BATCH
-    if size <= LAZY_BATCH:
-        step = LAZY_BATCH // size * size
-        yield from ((i, min(i + step, width)) for i in range(0, width, step))
-        return
-    for start in range(0, width, size):
-        end = min(start + size, width)
-        yield from ((i, min(i + LAZY_BATCH, end)) for i in range(start, end, LAZY_BATCH))
+    """Runs of rows, last to first, of about `BATCH`. A group that is fitted when reached lies in one run."""
+    size = groups.size if groups.refit else 1
+    step = max(BATCH // size * size, size)
+    for done in range(0, width, step):
+        yield max(width - done - step, 0), width - done

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from qbench.errors import QbenchError
 from qbench.export.gguf import check, check_tokenizer, read, write
-from qbench.formats.base import Format
+from qbench.formats.base import FORMATS, Format, QuantizedTensor
 from qbench.formats.codebook import NF4
-from qbench.formats.gguf_blocks import ENCODERS
+from qbench.formats.gguf_blocks import KINDS
 from qbench.formats.integer import Integer
 from qbench.models.gguf_names import to_gguf
 from qbench.models.gguf_rope import llama3_factors
@@ -156,6 +157,34 @@ def test_rows_that_fit_no_block_are_float16_and_counted(tmp_path: Path) -> None:
         report = write(source, tmp_path / f"{kind}.gguf", type=kind)
         assert report.tensor_types == {"Q4_0": 18, "F16": 5, "F32": 7}
         assert any(note.startswith("3 linears are F16") and "down_proj" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_block_formats_are_stored_byte_for_byte(tmp_path: Path, kind: str) -> None:
+    folder = make_tiny_llama(tmp_path / "m", hidden_size=256, intermediate_size=256, num_hidden_layers=1)
+    source = quantized(folder, FORMATS.get(kind.lower())())
+    report = write(source, tmp_path)
+    assert report.tensor_types[kind] == 7
+    assert report.quantized_max_abs_difference == 0
+    name = "model.layers.0.self_attn.v_proj.weight"
+    stored = {t.name: t for t in gguf.GGUFReader(tmp_path / "model.gguf").tensors}["blk.0.attn_v.weight"]
+    expected = source.load(name)
+    assert isinstance(expected, QuantizedTensor)
+    assert stored.data.tobytes() == expected.parts["blocks"].numpy().tobytes()
+    explicit = write(open_model(folder), tmp_path / "explicit.gguf", type=kind.lower())
+    assert explicit.tensor_types == report.tensor_types
+
+
+@pytest.mark.trap(37)
+def test_k_quants_of_short_rows_are_replaced_and_counted(tmp_path: Path) -> None:
+    folder = make_tiny_llama(tmp_path / "m", intermediate_size=256)
+    for asked, kind, instead in (("q4_k", "Q4_K", "Q5_0"), ("q6_k", "Q6_K", "Q8_0"), ("q5_k", "Q5_K", "Q5_1")):
+        report = write(open_model(folder), tmp_path / f"{asked}.gguf", type=asked)
+        assert report.tensor_types == {kind: 3, instead: 18, "F16": 2, "F32": 7}
+        assert report.nbytes == (tmp_path / f"{asked}.gguf").stat().st_size
+        weights = sum(prod(info.shape) for info in open_model(folder).tensors.values())
+        assert report.bits_per_weight == 8 * report.nbytes / weights
+        assert any(note.startswith(f"18 linears are {instead}") for note in report.notes)
 
 
 @pytest.mark.trap(6)
@@ -304,8 +333,8 @@ def test_scattered_groups_are_refused(tmp_path: Path, tiny_llama: Path) -> None:
 
 
 def test_unknown_type_is_refused(tmp_path: Path, tiny_llama: Path) -> None:
-    with pytest.raises(QbenchError, match="Unknown GGUF type 'q4_k'"):
-        write(open_model(tiny_llama), tmp_path, type="q4_k")
+    with pytest.raises(QbenchError, match="Unknown GGUF type 'q4_k_m'"):
+        write(open_model(tiny_llama), tmp_path, type="q4_k_m")
 
 
 def test_values_beyond_float16_are_refused_by_name(tmp_path: Path) -> None:
@@ -348,4 +377,4 @@ def test_exporting_a_gguf_source_again_keeps_it(tmp_path: Path, tiny_llama: Path
 def test_encoders_cover_every_block_type_on_offer() -> None:
     from qbench.export.gguf_types import TYPES
 
-    assert {kind.upper() for kind in TYPES} - {"AUTO", "F16"} == set(ENCODERS)
+    assert list(TYPES) == ["auto", "f16", *(kind.lower() for kind in KINDS)]
