@@ -20,7 +20,7 @@ from qbench.models.source import ModelSource
 from qbench.models.structure import match
 from qbench.recipe import Recipe, Rows, Variant
 from qbench.registry import nearest
-from qbench.resolve import module_shapes, resolve
+from qbench.resolve import module_shapes, replaced, resolve
 from qbench.runtime.placement import choose_device
 from qbench.scheme import Scheme
 
@@ -97,6 +97,7 @@ def check(recipe: Recipe, source: ModelSource, *, out: Path | None = None, only:
         wrong += unmatched
         warnings += ignored
         schemes[name] = resolve(variant, source)
+        warnings += [f"variants.{name}: {sentence}" for sentence in replaced(variant, source)]
         if not schemes[name] and not unmatched:
             wrong.append(f"variants.{name}: every module is ignored; nothing would be compressed.")
         wrong += _check_exports(name, variant, schemes[name], source)

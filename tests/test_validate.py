@@ -237,7 +237,10 @@ def test_estimates_follow_from_the_model(tmp_path: Path, tiny_llama: Path) -> No
 @pytest.mark.parametrize("shape", [(6, 192), (5, 100), (1, 64)])
 @pytest.mark.parametrize("preset", PRESETS)
 def test_stored_bytes_equal_those_of_a_quantized_weight(preset: str, shape: tuple[int, int]) -> None:
-    format = format_from_dict(PRESETS[preset]["format"])
+    format = format_from_dict(PRESETS[preset]["format"]).for_width(shape[1])
+    if format is None:  # rows that GGUF has no block for
+        assert shape[1] % 32
+        return
     assert stored_bytes(format, shape) == format.quantize(torch.randn(shape)).nbytes
 
 
