@@ -36,6 +36,7 @@ from qbench.registry import nearest
 from qbench.resources import data_dir
 from qbench.scheme import Scheme
 from qbench.solvers.base import SOLVERS
+from qbench.transforms.base import TRANSFORMS
 from qbench.yaml_tree import read_extended, set_value
 
 Count = Annotated[int, Field(ge=1, strict=True)]
@@ -195,6 +196,10 @@ def _solver_field(purpose: str) -> Any:
     return Field(default={}, description=purpose, json_schema_extra=lambda schema: open_fields(schema, SOLVERS))
 
 
+def _transform_field(purpose: str) -> Any:
+    return Field(default={}, description=purpose, json_schema_extra=lambda schema: open_fields(schema, TRANSFORMS))
+
+
 class Rule(Section):
     """Another scheme for the modules that a pattern names. The last rule that matches a module wins."""
 
@@ -214,6 +219,7 @@ class Variant(Section):
     )
     format: Overrides = _format_field("How weights are stored: fields over the preset's, or a whole format by name.")
     solver: Overrides = _solver_field("How codes are chosen: fields over the preset's, or a whole solver by name.")
+    transform: Overrides = _transform_field("The equivalent change made to the model first: the preset's, or by name.")
     ignore: list[Pattern] = Field(
         default=[], description="More modules to leave as they are; one that matches none is warned of."
     )
@@ -227,7 +233,7 @@ class Variant(Section):
             raise ValueError(f"unknown preset {preset!r}. {nearest(preset, PRESETS)}")
         return preset
 
-    @field_validator("format", "solver")
+    @field_validator("format", "solver", "transform")
     @classmethod
     def _builds(cls, overrides: Overrides, info: ValidationInfo) -> Overrides:
         if "preset" in info.data:  # absent when the preset itself was refused
@@ -284,7 +290,7 @@ class Variant(Section):
             axis: build_axis(axis, self.preset, getattr(self, axis), getattr(rule, axis) if rule else {})
             for axis in ("format", "solver")
         }
-        return Scheme(**fields)
+        return Scheme(**fields, transform=build_axis("transform", self.preset, self.transform))
 
 
 class Recipe(Section):

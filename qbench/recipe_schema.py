@@ -12,7 +12,7 @@ from qbench.resources import data_dir, written_whole
 
 
 def open_fields(schema: dict[str, Any], registry: Registry) -> None:
-    """Makes `schema` an object with the fields of every registered format or solver, each optional."""
+    """Makes `schema` an object with the fields of every registered format, solver or transform, each optional."""
     properties: dict[str, Any] = {"name": {"enum": registry.names()}}
     for name in registry.names():
         for key, field in TypeAdapter(registry.get(name)).json_schema()["properties"].items():

@@ -64,6 +64,7 @@ METRICS = {
     ),
     "calibration_tokens": Metric("tokens", "process", "tokens that statistics were taken from"),
     "solver_fallbacks": Metric("layers", "process", "layers that fell back to plain rounding"),
+    "transforms_skipped": Metric("layers", "process", "layers whose inputs a transform could not scale"),
     "solver_damping": Metric("fraction", "process", "largest damping a layer needed; detail: module"),
 }
 

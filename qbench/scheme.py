@@ -1,4 +1,4 @@
-"""What is done to one module: the format its weight is stored in and the solver that chooses the codes."""
+"""What is done to one module: the format of its weight, the solver that chooses the codes, the transform before it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from qbench.formats.base import Format
 
 if TYPE_CHECKING:
     from qbench.solvers.base import Solver
+    from qbench.transforms.base import Transform
 
 
 @dataclass(frozen=True)
@@ -17,3 +18,4 @@ class Scheme:
 
     format: Format
     solver: Solver
+    transform: Transform | None = None

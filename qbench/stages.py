@@ -28,7 +28,7 @@ from qbench.result import Result, make_results, result_from_dict
 from qbench.scheme import Scheme
 
 if TYPE_CHECKING:
-    from qbench.compress.engine import LayerReport
+    from qbench.compress.block import LayerReport
     from qbench.models.source import ModelSource
 
 REFERENCE = "reference"
@@ -61,7 +61,10 @@ class Stages:
         revision = self.inputs.source.revision
         if self.schemes is None:
             return stage_key(REFERENCE, revision, qbench.__version__)
-        plain = {name: [s.format.to_dict(), s.solver.to_dict()] for name, s in self.schemes.items()}
+        plain = {
+            name: [axis and axis.to_dict() for axis in (scheme.format, scheme.solver, scheme.transform)]
+            for name, scheme in self.schemes.items()
+        }
         return stage_key("compress", qbench.__version__, revision, plain, self.inputs.calibration_rows)
 
     def run(self) -> None:
@@ -200,6 +203,7 @@ def _compression_rows(
         ("bits_per_weight", bits, {}),
         ("calibration_tokens", max(layer.tokens for layer in layers), {}),
         ("solver_fallbacks", sum(layer.fallback is not None for layer in layers), {}),
+        ("transforms_skipped", sum("skipped" in (layer.transform or {}) for layer in layers), {}),
     ]
     damped = [layer for layer in layers if layer.damping is not None]
     if damped:

@@ -19,9 +19,9 @@ BITS_FOR_WIDTH = 4096  # input columns of the layer for which bits per weight ar
 
 @guarded
 def command(as_json: Json = False) -> None:
-    """Lists presets, formats, solvers and export layouts.
+    """Lists presets, formats, solvers, transforms and export layouts.
 
-    A preset is a format and a solver with every field filled in; a recipe may change any of them.
+    A preset is a format, a solver and perhaps a transform, with every field filled in; a recipe may change any of them.
 
     Examples:
 
@@ -36,10 +36,11 @@ def command(as_json: Json = False) -> None:
     out = words(as_json)
     presets = Table("preset", "bits", "what it is, and what a recipe may change", title="Presets")
     for name, preset in found["presets"].items():
-        opened = "\n".join(f"  {axis}: {_flow(preset[axis])}" for axis in ("format", "solver"))
+        axes = [axis for axis in ("transform", "format", "solver") if axis in preset]
+        opened = "\n".join(f"  {axis}: {_flow(preset[axis])}" for axis in axes)
         presets.add_row(name, f"{preset['bits_per_weight']:.2f}", f"{preset['description']}\n{opened}")
     out.print(presets)
-    for kind in ("formats", "solvers", "layouts"):
+    for kind in ("formats", "solvers", "transforms", "layouts"):
         table = Table("name", "fields", "what", title=kind.capitalize())
         for name, entry in found[kind].items():
             options = "\n".join(f"{key}: {value}" for key, value in entry["fields"].items())
@@ -48,11 +49,12 @@ def command(as_json: Json = False) -> None:
 
 
 def known_methods() -> dict[str, dict[str, Any]]:
-    """Presets, formats, solvers and layouts by name, as plain values."""
+    """Presets, formats, solvers, transforms and layouts by name, as plain values."""
     from qbench.formats.base import FORMATS, format_from_dict
     from qbench.formats.size import stored_bytes
     from qbench.presets import PRESETS
     from qbench.solvers.base import SOLVERS
+    from qbench.transforms.base import TRANSFORMS
 
     presets = {}
     for name, preset in PRESETS.items():
@@ -62,6 +64,7 @@ def known_methods() -> dict[str, dict[str, Any]]:
         "presets": presets,
         "formats": {name: _described(FORMATS.get(name)) for name in FORMATS.names()},
         "solvers": {name: _described(SOLVERS.get(name)) for name in SOLVERS.names()},
+        "transforms": {name: _described(TRANSFORMS.get(name)) for name in TRANSFORMS.names()},
         "layouts": {name: {"description": text, "fields": {}} for name, text in LAYOUT_READERS.items()},
     }
 

@@ -1,0 +1,165 @@
+"""One decoder block while it is compressed: transforms on the block as a whole, then its linears one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from qbench.calibration.hessian import InputStatistics, relative_output_error
+from qbench.compress.passes import Passes
+from qbench.compress.skeleton import BlockCall, Skeleton
+from qbench.compress.smoothing import Smoothed, Smoother
+from qbench.compress.trace import Trace, trace
+from qbench.errors import QbenchError
+from qbench.formats.base import QuantizedTensor
+from qbench.models.source import ModelSource
+from qbench.scheme import Scheme
+from qbench.solvers.nearest import Nearest
+from qbench.transforms.base import Limits, clamped
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """How one linear was compressed."""
+
+    module: str
+    block: int | None  # index of its decoder block; None outside the blocks
+    format: dict[str, Any]
+    solver: str
+    transform: dict[str, Any] | None  # its name, and what its scales were folded into or why they were `skipped`
+    bits_per_weight: float
+    relative_error: float | None  # ||X(W-Q)^T|| / ||XW^T|| on the calibration tokens; None where no token came by
+    tokens: int
+    damping: float | None
+    dead_columns: int
+    fallback: str | None
+
+
+class BlockCompression:
+    """The block at `index` with the weights of `block`, and how it is called for each batch."""
+
+    def __init__(
+        self, skeleton: Skeleton, index: int, block: nn.Module, calls: list[BlockCall], schemes: Mapping[str, Scheme]
+    ) -> None:
+        self.skeleton, self.index, self.block, self.calls = skeleton, index, block, calls
+        self.prefix = skeleton.block_name(index)
+        self.linears: dict[str, nn.Linear] = {}
+        self.schemes: dict[str, Scheme] = {}
+        for name, scheme in schemes.items():
+            if name.startswith(self.prefix + "."):
+                local = name[len(self.prefix) + 1 :]
+                self.schemes[local] = scheme
+                self.linears[local] = _linear(block, local, name)
+
+    def compress(
+        self, hidden: list[torch.Tensor]
+    ) -> tuple[dict[str, torch.Tensor | QuantizedTensor], list[LayerReport]]:
+        """Solves every linear, leaving its decoded weight in the block; all of the block's tensors to store."""
+        quantized: dict[str, QuantizedTensor] = {}
+        reports = []
+        passes = Passes(self.skeleton, self.block, hidden, self.calls)
+        traced = trace(self.block, lambda: passes.first(1)[1]) if self.linears else Trace()
+        smoothed = Smoother(self.block, self.prefix, self.schemes, passes).apply(traced)
+        groups = self._groups(traced)
+        sequential = any(scheme.solver.uses_hessian for scheme in self.schemes.values())
+        for stage in [[group] for group in groups] if sequential else [groups]:
+            leaders = [self.linears[group[0]] for group in stage]
+            collected = [InputStatistics(leader.in_features, self.skeleton.device) for leader in leaders]
+            passes.collect(list(zip(leaders, collected, strict=True)))
+            for group, statistics in zip(stage, collected, strict=True):
+                for name in group:
+                    report, result = solve(
+                        f"{self.prefix}.{name}",
+                        self.index,
+                        self.linears[name],
+                        self.schemes[name],
+                        statistics,
+                        transform=smoothed.detail.get(name),
+                        limits=smoothed.limits.get(name),
+                    )
+                    quantized[f"{name}.weight"] = result
+                    reports.append(report)
+        stored: dict[str, torch.Tensor | QuantizedTensor] = {}
+        for name, _ in self.block.named_parameters():
+            stored[f"{self.prefix}.{name}"] = quantized[name] if name in quantized else self._dense(name, smoothed)
+        return stored, reports
+
+    def forward_in_place(self, hidden: list[torch.Tensor]) -> None:
+        """Replaces each batch of hidden states by this block's output."""
+        for i, call in enumerate(self.calls):
+            hidden[i] = self.skeleton.run_block(self.block, hidden[i], call)
+            if not bool(torch.isfinite(hidden[i]).all()):
+                raise QbenchError(f"{self.prefix}: its output is NaN or infinite on the calibration rows.")
+
+    def _groups(self, traced: Trace) -> list[list[str]]:
+        """The compressed linears in execution order, those that read one tensor together; unreached ones alone."""
+        together = [[name for name in reading.readers if name in self.linears] for reading in traced.readings]
+        reached = {name for names in together for name in names}
+        return [names for names in together if names] + [[name] for name in self.linears if name not in reached]
+
+    def _dense(self, name: str, smoothed: Smoothed) -> torch.Tensor:
+        """A parameter as it is stored: the source's own, or float32 vectors and matrices of its dtype if changed."""
+        tensor = plain(self.skeleton.source, f"{self.prefix}.{name}")
+        if name not in smoothed.changed:
+            return tensor
+        changed = self.block.get_parameter(name).data
+        return changed if changed.ndim == 1 else changed.to(tensor.dtype)
+
+
+def solve(
+    name: str,
+    block: int | None,
+    linear: nn.Linear,
+    scheme: Scheme,
+    statistics: InputStatistics,
+    *,
+    transform: dict[str, Any] | None = None,
+    limits: Limits | None = None,
+) -> tuple[LayerReport, QuantizedTensor]:
+    """Solves one linear, its weight inside `limits`, and puts the decoded weight in its place."""
+    weight = linear.weight.data
+    if not bool(torch.isfinite(weight).all()):
+        raise QbenchError(f"{name}: its weight holds NaN or infinite values.")
+    hessian = statistics.hessian(name)
+    solver, fallback = scheme.solver, None
+    if solver.uses_hessian and statistics.tokens == 0:
+        solver, fallback = Nearest(), "no calibration token reached it"
+    target = weight if limits is None else clamped(weight, limits, scheme.format.block_size(weight.shape[1]))
+    solution = solver.solve(target, scheme.format, hessian if solver.uses_hessian else None)
+    decoded = solution.quantized.dequantize()
+    error = relative_output_error(weight, decoded, hessian) if statistics.tokens else None
+    linear.weight.data = decoded
+    report = LayerReport(
+        module=name,
+        block=block,
+        format=scheme.format.to_dict(),
+        solver=scheme.solver.name,
+        transform=transform,
+        bits_per_weight=solution.quantized.bits_per_weight,
+        relative_error=error,
+        tokens=statistics.tokens,
+        damping=solution.damping,
+        dead_columns=solution.dead_columns,
+        fallback=solution.fallback or fallback,
+    )
+    return report, solution.quantized
+
+
+def plain(source: ModelSource, name: str) -> torch.Tensor:
+    """A tensor of `source`, decoded if it is quantized."""
+    tensor = source.load(name)
+    return tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor
+
+
+def _linear(block: nn.Module, local: str, name: str) -> nn.Linear:
+    try:
+        module = block.get_submodule(local)
+    except AttributeError:
+        raise QbenchError(f"{name}: the model's code has no such module.") from None
+    if not isinstance(module, nn.Linear):
+        raise QbenchError(f"{name}: a {type(module).__name__}, not a linear layer; it cannot be compressed.")
+    return module

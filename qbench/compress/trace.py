@@ -1,0 +1,129 @@
+"""Which linears of a block read which tensor, and what makes that tensor: found by watching one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+POWERS = (0.25, 0.5, 1.0, 2.0, 4.0)  # scaling by them is exact in floating point
+TOLERANCE = 1e-5  # of the block's change to the hidden states; what remains when a norm's weight is stored minus one
+
+
+@dataclass
+class Reading:
+    """A tensor and the linears that are given it, in execution order."""
+
+    tensor: torch.Tensor
+    readers: list[str]
+    outputs_before: int  # how many modules had put out something when it was first read
+
+
+@dataclass
+class Trace:
+    """One pass through a block."""
+
+    readings: list[Reading] = field(default_factory=list)
+    outputs: list[tuple[str, torch.Tensor]] = field(default_factory=list)  # by modules with a weight, in order
+
+
+def trace(block: nn.Module, run: Callable[[], torch.Tensor]) -> Trace:
+    """What `run`, a pass through `block`, shows."""
+    found = Trace()
+    hooks = []
+
+    def read(name: str, tensor: torch.Tensor) -> None:
+        for reading in found.readings:
+            if reading.tensor is tensor:
+                reading.readers.append(name)
+                return
+        found.readings.append(Reading(tensor, [name], len(found.outputs)))
+
+    for name, module in block.named_modules():
+        if isinstance(module, nn.Linear):
+            hooks.append(module.register_forward_pre_hook(lambda _, args, name=name: read(name, args[0])))
+        if isinstance(getattr(module, "weight", None), torch.Tensor):
+            hooks.append(
+                module.register_forward_hook(lambda _, args, out, name=name: found.outputs.append((name, out)))
+            )
+    run()
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+@dataclass(frozen=True)
+class Producer:
+    """A norm or linear whose last rows make the channels of a tensor, up to elementwise factors."""
+
+    name: str
+    module: nn.Module
+    offset: float = 0.0  # 1 for norms that multiply by 1 + weight
+
+    @property
+    def is_linear(self) -> bool:
+        return isinstance(self.module, nn.Linear)
+
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter, float]]:
+        """Weight and bias with the offset each is stored under."""
+        for key, parameter in self.module.named_parameters(recurse=False):
+            yield key, parameter, self.offset if key == "weight" else 0.0
+
+    def divide(self, scales: torch.Tensor) -> list[str]:
+        """Divides the last ``n`` rows by `scales` ``[n]``; the names of the parameters that changed."""
+        n = len(scales)
+        for _, parameter, offset in self.parameters():
+            changed = parameter.data.clone()
+            divisor = scales.reshape(-1, *[1] * (changed.ndim - 1))
+            changed[-n:] = (changed[-n:] + offset) / divisor - offset
+            parameter.data = changed
+        return [f"{self.name}.{key}" for key, _, _ in self.parameters()]
+
+    def largest(self, n: int) -> torch.Tensor:
+        """``[n]``: the largest magnitude of weight or bias that makes each channel."""
+        found = [(p.data[-n:] + offset).abs().reshape(n, -1).amax(1) for _, p, offset in self.parameters()]
+        return torch.stack(found).amax(0)
+
+
+def find_producer(
+    block: nn.Module, found: Trace, reading: Reading, run: Callable[[], tuple[torch.Tensor, torch.Tensor]]
+) -> Producer | None:
+    """What `reading`'s scales can be folded into: tried with powers of two, which must leave the block's output as is.
+
+    `run` gives hidden states and the block's output for them.
+
+    A norm that puts out the tensor itself, or else a linear before it with at least as many rows, the latest first
+    (``v_proj`` for ``o_proj``, ``up_proj`` for ``down_proj``; of a fused projection the last rows).
+    """
+    n = reading.tensor.shape[-1]
+    readers = [block.get_submodule(name) for name in reading.readers]
+    hidden, reference = run()
+    exponent = torch.randint(len(POWERS), (n,), generator=torch.Generator().manual_seed(n))
+    scales = torch.tensor(POWERS)[exponent].to(hidden)
+    for producer in _candidates(block, found, reading, n):
+        touched: list[Any] = [*readers, producer.module]
+        before = [(p, p.data) for module in touched for p in module.parameters(recurse=False)]
+        producer.divide(scales)
+        for reader in readers:
+            reader.weight.data = reader.weight.data * scales  # type: ignore[operator]
+        difference = torch.linalg.norm(run()[1] - reference)
+        for parameter, data in before:
+            parameter.data = data
+        if difference <= TOLERANCE * torch.linalg.norm(reference - hidden):
+            return producer
+    return None
+
+
+def _candidates(block: nn.Module, found: Trace, reading: Reading, n: int) -> Iterator[Producer]:
+    earlier = [(name, block.get_submodule(name), out) for name, out in found.outputs[: reading.outputs_before]]
+    for name, module, out in reversed(earlier):
+        if out is reading.tensor and not isinstance(module, nn.Linear):
+            yield Producer(name, module)
+            yield Producer(name, module, offset=1.0)
+            return
+    for name, module, _ in reversed(earlier):
+        if isinstance(module, nn.Linear) and module.out_features >= n and name not in reading.readers:
+            yield Producer(name, module)

@@ -1,0 +1,100 @@
+"""What equivalent change is made to a model before its weights are rounded.
+
+A linear's input channels may be multiplied by ``s`` if whatever produces them is divided by ``s``: the function stays,
+but the weights become easier to round. A transform only chooses `s` for one group of linears that read the same tensor;
+`qbench.compress.smoothing` finds the groups, checks that the change is one of form only, and makes it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from qbench.formats.base import Format
+from qbench.lazy import lazy_import
+from qbench.registry import Registry
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = lazy_import("torch")
+
+Limits = tuple["torch.Tensor", "torch.Tensor"]  # low and high, each [out, blocks]
+
+LARGEST = 65504.0  # of float16, which files store what is not quantized in
+
+
+@dataclass(frozen=True)
+class Readers:
+    """The linears that read one tensor of ``n`` channels, as a transform sees them. All tensors float32."""
+
+    mean_abs: torch.Tensor  # [n], mean |x| over the calibration tokens
+    max_abs: torch.Tensor  # [n]
+    weights: list[torch.Tensor]  # [out, n] each
+    block_size: int  # columns that share parameters in the readers' format
+    largest_produced: torch.Tensor  # [n], largest |weight or bias| that makes each channel, and is divided by s
+    loss: Callable[[torch.Tensor], float]  # s -> mean squared error of the output with the readers' weights rounded
+
+    def usable(self, scales: torch.Tensor) -> bool:
+        """Whether `scales` ``[n]`` are finite and above 0 and everything they are folded into fits float16."""
+        if not bool((torch.isfinite(scales) & (scales > 0)).all()):
+            return False
+        read = max(float((weight.abs().amax(0) * scales).max()) for weight in self.weights)
+        return max(read, float((self.largest_produced / scales).max())) <= LARGEST
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The scales of a group ``[n]``, and how they came about as plain values for the report."""
+
+    scales: torch.Tensor
+    detail: dict[str, Any]
+
+
+def best(readers: Readers, candidates: list[Choice]) -> Choice | None:
+    """The usable candidate of least loss, the first of equals, with its loss noted; None when none is usable."""
+    found: Choice | None = None
+    least = float("inf")
+    for candidate in candidates:
+        if readers.usable(candidate.scales) and (loss := readers.loss(candidate.scales)) < least:
+            found, least = Choice(candidate.scales, {**candidate.detail, "loss": loss}), loss
+    return found
+
+
+class Transform(ABC):
+    """Base of every transform. Subclasses are frozen dataclasses whose fields are plain YAML values."""
+
+    name: ClassVar[str]
+    divides_linears: ClassVar[bool]  # whether channels made by a linear are scaled too, or only those of a norm
+
+    @abstractmethod
+    def choose(self, readers: Readers) -> Choice | None:
+        """Scales for one group, usable ones; None when there are none."""
+
+    def limits(self, module: str, weight: torch.Tensor, format: Format, inputs: torch.Tensor) -> Limits | None:
+        """Bounds that a scaled `weight` ``[out, in]`` is clamped to before rounding.
+
+        `inputs` ``[tokens, in]`` are what the linear `module` (its dotted name) is given. None: it is not clamped.
+        """
+        return None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for YAML and JSON: ``{"name": ..., **fields}``."""
+        return {"name": self.name, **asdict(self)}  # type: ignore[call-overload]
+
+
+def clamped(weight: torch.Tensor, limits: Limits, block_size: int) -> torch.Tensor:
+    """`weight` ``[out, in]`` with each block of `block_size` columns inside its `limits`."""
+    low, high = (bound.repeat_interleave(block_size, 1)[:, : weight.shape[1]] for bound in limits)
+    return torch.clamp(weight, low, high)
+
+
+TRANSFORMS = Registry(
+    "transform",
+    {
+        "awq": "qbench.transforms.awq:AWQ",
+        "smoothquant": "qbench.transforms.smoothquant:SmoothQuant",
+    },
+)
