@@ -8,6 +8,7 @@ from typing import Any
 from qbench.errors import QbenchError
 from qbench.formats.base import FORMATS
 from qbench.formats.parse import build
+from qbench.gguf_mixes import MIXES
 from qbench.solvers.base import SOLVERS
 from qbench.transforms.base import TRANSFORMS
 
@@ -67,6 +68,23 @@ PRESETS: dict[str, dict[str, Any]] = {
         "description": "4-bit floating point E2M1, an 8-bit scale per 16 weights and one for the tensor; weights only",
         "format": {"name": "nvfp4"},
         "solver": {"name": "nearest"},
+    },
+    **{
+        name: {
+            "description": f"GGUF's {name.upper()}, the bytes that llama.cpp's quantizer makes, every linear alike",
+            "format": {"name": name},
+            "solver": {"name": "nearest"},
+        }
+        for name in ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k")
+    },
+    **{
+        name: {
+            "description": f"llama.cpp's mix {name.upper()}: {name[:4].upper()}, and more bits where its rules say so",
+            "format": {"name": name[:4]},
+            "solver": {"name": "nearest"},
+            "mix": name,
+        }
+        for name in MIXES
     },
     "rtn": {
         "description": "4-bit integers in groups of 128, each weight rounded to the nearest code",

@@ -49,6 +49,7 @@ def _no_device(name: str) -> str:
     return name
 
 
+GGUFType = Literal["auto", "f16", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k"]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$", max_length=80), AfterValidator(_no_device)]
 Overrides = dict[str, Any]
 
@@ -156,7 +157,7 @@ class Export(Section):
         description="gptq: a folder for transformers and vLLM; gguf: a file for llama.cpp.",
         json_schema_extra={"enum": [*LAYOUTS.names()]},
     )
-    type: Literal["auto", "f16", "q8_0", "q4_0", "q4_1"] | None = Field(
+    type: GGUFType | None = Field(
         default=None, description="GGUF only: the tensor type; auto (the default) keeps the variant's own codes."
     )
 
