@@ -35,6 +35,11 @@ class Format(ABC):
         """The format to use for rows of `in_features`: itself, another where it cannot, None where none can."""
         return self
 
+    @property
+    def rows_share(self) -> bool:
+        """Whether output rows share parameters, so that they cannot be found row by row."""
+        return False
+
     @abstractmethod
     def block_size(self, in_features: int) -> int:
         """Number of neighbouring input columns that share parameters (the whole row: `in_features`)."""

@@ -36,6 +36,10 @@ class FP8(Format):
     granularity: Literal["tensor", "channel", "block"] = "channel"
     element: Element = "e4m3"
 
+    @property
+    def rows_share(self) -> bool:
+        return self.granularity != "channel"
+
     def block_size(self, in_features: int) -> int:
         return TILE if self.granularity == "block" else in_features
 

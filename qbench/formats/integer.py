@@ -70,6 +70,10 @@ class Integer(Format):
     def float_zero_point(self) -> bool:
         return self.zero_point_dtype != "uint8"
 
+    @property
+    def rows_share(self) -> bool:
+        return self.granularity == "tensor"
+
     def block_size(self, in_features: int) -> int:
         return self.group_size if self.group_size is not None else in_features
 

@@ -84,7 +84,8 @@ class GPTQ(Solver):
             why = f"Hessian not positive definite with damping up to {damping:.3g}"
             return Solution(quantized, damping, int(dead.sum()), fallback=why)
         groups = _Groups(self, format, weight, order)
-        codes = _round_columns(weight.T.index_select(0, order.flip(0)), factor, format, groups)
+        rest = weight.T.contiguous()[order.flip(0)]
+        codes = _round_columns(rest, factor, format, groups)
         inverse = torch.argsort(order)
         g_idx = None
         if self.act_order == "dynamic" and groups.count > 1:
@@ -153,8 +154,8 @@ def _round_columns(rest: torch.Tensor, factor: torch.Tensor, format: Format, gro
         corrected = torch.addmm(batch, inverse, factor[start:stop, stop:] @ rest[stop:])
         steps = inverse.T.contiguous()
         for end in range(stop - start, 0, -RUN):
-            begin = max(end - RUN, 0)
-            codes += _round_run(corrected, batch, steps, begin, end, len(rest) - stop, format, groups)
+            run = range(max(end - RUN, 0), end)
+            codes += _round_run(corrected, batch, steps, run, len(rest) - stop, format, groups)
     return torch.stack(codes)
 
 
@@ -162,20 +163,20 @@ def _round_run(
     corrected: torch.Tensor,
     batch: torch.Tensor,
     steps: torch.Tensor,
-    begin: int,
-    end: int,
+    run: range,
     done: int,
     format: Format,
     groups: _Groups,
 ) -> list[torch.Tensor]:
-    """Codes of rows ``end - 1`` down to `begin` of a batch that comes after `done` columns.
+    """Codes of the rows `run` of a batch, last to first; the batch comes after `done` columns.
 
-    `corrected` holds the batch's weights with all errors so far applied, `batch` the original ones, which are turned
-    into errors.
+    `corrected` holds the batch's weights with all errors so far applied, `batch` the original ones, which become the
+    errors. Row i of `steps` is what one unit of column i's error, over ``steps[i, i]``, takes from the rows before it.
     """
+    begin, end = run.start, run.stop
     codes = []
     errors = torch.empty_like(corrected[begin:end])
-    for i in range(end - 1, begin - 1, -1):
+    for i in reversed(run):
         params = groups.at(done + len(batch) - 1 - i, corrected[: i + 1])
         code = format.encode(corrected[i].unsqueeze(1), params)
         codes.append(code.squeeze(1))

@@ -1,4 +1,4 @@
-"""Round to nearest: every weight to the closest value its format has. Needs no calibration."""
+"""Round to nearest: every weight to the closest value its format has. No calibration, unless errors are weighed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from qbench.formats.base import Format
+from qbench.solvers import search
 from qbench.solvers.base import Solution, Solver
+from qbench.solvers.search import Search
 
 if TYPE_CHECKING:
     import torch
@@ -14,9 +16,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Nearest(Solver):
-    """Plain rounding (RTN)."""
+    """Plain rounding (RTN).
+
+    `search`: each block's range as it is, or shrunk to the least error. `importance`: where the range or the format's
+    own parameters are searched, an input column's error counts by its mean square over the calibration tokens.
+    """
 
     name: ClassVar[str] = "nearest"
 
+    search: Search = "minmax"
+    importance: bool = False
+
+    @property
+    def uses_hessian(self) -> bool:
+        return self.importance
+
+    def refusal(self, format: Format) -> str | None:
+        return search.refusal(self.search, format)
+
     def solve(self, weight: torch.Tensor, format: Format, hessian: torch.Tensor | None) -> Solution:
-        return Solution(format.quantize(weight))
+        importance = hessian.diagonal() if hessian is not None else None
+        return Solution(format.quantize(weight, importance, search.fit_of(self.search, format)))
