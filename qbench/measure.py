@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -59,9 +60,14 @@ def run_job(job: MeasureJob, path: Path) -> None:
             child.kill()
             raise
     if code == USER_MISTAKE:
-        raise QbenchError(message.strip())
+        raise QbenchError(f"{job.variant}: {message.strip()}")
+    if code < 0:
+        raise QbenchError(
+            f"{job.variant}: the measuring process was ended by {signal.Signals(-code).name}. A system that is short "
+            "of memory does this; what was finished is kept, the same command goes on from there."
+        )
     if code != 0:
-        raise RuntimeError(f"measuring {job.variant} ended with exit code {code} (negative: killed by that signal)")
+        raise RuntimeError(f"measuring {job.variant} ended with exit code {code}")
 
 
 def write_stage(path: Path, key: str, rows: list[Result], **more: Any) -> None:

@@ -17,7 +17,7 @@ from qbench.estimate import Estimate, Estimator, machine_speed
 from qbench.export.gguf import check_tokenizer
 from qbench.export.layouts import CHECKS
 from qbench.models.source import ModelSource
-from qbench.models.structure import match
+from qbench.models.structure import block_count, layer_index, match
 from qbench.recipe import Recipe, Rows, Variant
 from qbench.registry import nearest
 from qbench.resolve import module_shapes, replaced, resolve
@@ -122,7 +122,12 @@ def _check_model(recipe: Recipe, source: ModelSource) -> tuple[list[str], list[s
             f"The source's weights lie on the {source.grid} grid, which flatters formats like it; "
             "set model.off_grid to compare formats fairly."
         )
-    if recipe.evaluate is not None or recipe.benchmark is not None:
+    held = {layer_index(name) for name in source.tensors}
+    absent = [index for index in range(block_count(source.config)) if index not in held]
+    if absent:
+        depth = block_count(source.config)
+        wrong.append(f"config.json says {depth} blocks; no tensor of block {absent[0]} is there.")
+    elif recipe.evaluate is not None or recipe.benchmark is not None:
         from qbench.runtime.architecture import Architecture
         from qbench.runtime.weights import check_tensors
 

@@ -166,7 +166,7 @@ def test_lengths_and_data_are_checked(tmp_path: Path, tiny_llama: Path, override
     [
         ({"num_hidden_layers": None}, "num_hidden_layers is None"),
         ({"architectures": ["GPT2LMHeadModel"]}, "the model cannot be measured (evaluate, benchmark): config.json"),
-        ({"num_hidden_layers": 4}, "missing: model.layers.3."),
+        ({"num_hidden_layers": 4}, "config.json says 4 blocks; no tensor of block 3 is there."),
         ({"vocab_size": 301}, "config.json asks for [301, 64]"),
     ],
 )

@@ -129,7 +129,10 @@ def solve(
     if solver.uses_hessian and statistics.tokens == 0:
         solver, fallback = Nearest(), "no calibration token reached it"
     target = weight if limits is None else clamped(weight, limits, scheme.format.block_size(weight.shape[1]))
-    solution = solver.solve(target, scheme.format, hessian if solver.uses_hessian else None)
+    try:
+        solution = solver.solve(target, scheme.format, hessian if solver.uses_hessian else None)
+    except QbenchError as refused:
+        raise QbenchError(f"{name}: {refused}") from refused
     decoded = solution.quantized.dequantize()
     error = relative_output_error(weight, decoded, hessian) if statistics.tokens else None
     linear.weight.data = decoded

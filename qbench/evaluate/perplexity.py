@@ -38,7 +38,14 @@ class Perplexity:
 
     @property
     def perplexity(self) -> float:
-        return math.exp(self.nll)
+        """Raises `QbenchError` when it is beyond any float: such a model predicts nothing."""
+        try:
+            return math.exp(self.nll)
+        except OverflowError as error:
+            raise QbenchError(
+                f"evaluate: {self.nll:.4g} nats a token make no finite perplexity; the weights or their quantization "
+                "are broken."
+            ) from error
 
     def measured(self) -> list[Measured]:
         per_window: list[Measured] = [("nll", nll, {"window": i}) for i, nll in enumerate(self.window_nlls)]

@@ -31,6 +31,7 @@ from qbench.scheme import Scheme
 if TYPE_CHECKING:
     from qbench.models.gguf_source import GGUFSource
 
+EMBEDDING = "model.embed_tokens.weight"
 FILE_NAME = "model.gguf"
 
 
@@ -109,7 +110,9 @@ def _metadata(source: ModelSource, pre_tokenizer: str | None) -> tuple[dict[str,
     from qbench.export.gguf_vocab import Vocabulary
 
     metadata = network_metadata(source.config, source.location)
-    rows = source.tensors["model.embed_tokens.weight"].shape[0]
+    if EMBEDDING not in source.tensors:
+        raise QbenchError(f"{source.location}: tensor {EMBEDDING} is missing.")
+    rows = source.tensors[EMBEDDING].shape[0]
     with TemporaryDirectory(prefix="qbench-gguf-") as folder:
         source.write_side_files(Path(folder))
         vocabulary = Vocabulary(Path(folder), source.config, rows, pre_tokenizer)

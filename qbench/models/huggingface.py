@@ -73,6 +73,8 @@ class HuggingFaceSource(ModelSource):
         """Makes config and tensors agree: a stored head that repeats the tied embedding is dropped; one that differs
         from it is kept and the tie undone, as transformers does."""
         tied = self.config.setdefault("tie_word_embeddings", HEAD not in self._tensors)
+        if not isinstance(tied, bool):
+            raise QbenchError(f"{self.location}: config.json: tie_word_embeddings is {tied!r}, allowed: true or false.")
         if not tied or HEAD not in self._tensors or EMBEDDING not in self._tensors:
             return
         head, embedding = self._file_of[HEAD], self._file_of[EMBEDDING]

@@ -76,7 +76,10 @@ def open_model(location: str | Path) -> ModelSource:
 
     Reads headers only. Raises `QbenchError` naming the file and what is wrong with it.
     """
+    from qbench.models.config_check import check_dtypes, check_sizes
     from qbench.models.detect import kind_of
 
     source: ModelSource = OPENERS.get(kind_of(str(location)))(str(location))
+    check_sizes(source.config, source.location)
+    check_dtypes(source)
     return source

@@ -18,7 +18,7 @@ def load_weights(
 ) -> dict[str, Weight]:
     """Every tensor by name; a tied head is the embedding, under both names.
 
-    Raises `QbenchError` naming tensors that are missing, unexpected or of another shape.
+    Raises `QbenchError` naming tensors that are missing, unexpected, of another shape or not finite.
     """
     shapes = architecture.tensor_shapes()
     check_tensors(source, architecture)
@@ -30,6 +30,8 @@ def load_weights(
 
 def _load(source: ModelSource, name: str, dtype: torch.dtype, device: torch.device) -> Weight:
     tensor = source.load(name)
+    if isinstance(tensor, torch.Tensor) and not bool(torch.isfinite(tensor).all()):
+        raise QbenchError(f"{source.location}: {name} holds NaN or infinite values.")
     if name == EMBEDDING and isinstance(tensor, QuantizedTensor):  # rows are looked up, so they stay rows
         parts = {key: part.to(device) for key, part in tensor.parts.items()}
         return QuantizedTensor(tensor.format, tensor.shape, parts)

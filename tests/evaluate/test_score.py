@@ -197,3 +197,9 @@ def test_standard_error_and_buckets_in_closed_form() -> None:
         (0.75, 0.9, 1, 1.0),
         (0.9, 1.0, 1, 3.0),
     ]
+
+
+def test_a_perplexity_beyond_any_float_is_refused() -> None:
+    found = summarize_nll([torch.tensor([1000.0]).double()])
+    with pytest.raises(QbenchError, match="1000 nats a token make no finite perplexity"):
+        found.measured()

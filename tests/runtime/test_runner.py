@@ -135,3 +135,12 @@ def test_a_request_computes_the_same_alone_and_in_a_mixed_batch(quantized: bool)
     ends = torch.tensor([len(r.token_ids) for r in step]).cumsum(0) - 1
     together = runner.logits(hidden[ends])
     assert (together - torch.stack(alone)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight", "lm_head.weight"])
+def test_a_weight_that_is_not_finite_is_named(name: str, value: float) -> None:
+    model = random_model(LlamaConfig(**TINY))
+    model.get_parameter(name).data.view(-1)[3] = value
+    with pytest.raises(QbenchError, match=f"{name} holds NaN or infinite values"):
+        make_runner(source_of(model))
