@@ -16,10 +16,12 @@ else:
 
 
 def results(run_dir: str | Path) -> pd.DataFrame:
-    """Every result row of a run: variant, metric, value, unit, then one column a detail and a provenance key
+    """Every result row of a run: variant, metric, value, unit, then a column a detail, then a column a provenance key
     (`detail_percentile`, `provenance_dtype`, `provenance_window_seq_len`, ...; NaN where a row has none).
 
-    Raises `QbenchError` when the folder holds no results.
+    Where a metric has a row without details, that is the number itself, and the others are parts of it (a window, a
+    bucket of confidence). Raises `QbenchError` when the folder holds no results.
     """
     rows = [asdict(row) for row in read_results(Path(run_dir) / "results.jsonl")]
-    return pd.json_normalize(rows, sep="_")
+    frame = pd.json_normalize(rows, sep="_")
+    return frame[sorted(frame.columns, key=lambda name: (name.startswith("provenance_"), name.startswith("detail_")))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import urllib.request
 from pathlib import Path
@@ -52,3 +53,13 @@ class LlamaCpp:
             answer = self._complete(row[:stop], n_predict=1, n_probs=1, top_k=0)
             found.append(int(answer["completion_probabilities"][0]["id"]))
         return found
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--cache", choices=[*CACHE_TYPES], default="f32", help="llama.cpp's key-value cache")
+    parser.add_argument("--flash", action="store_true", help="llama.cpp's flash attention")
+
+
+def options_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What `add_options` added, for `LlamaCpp`."""
+    return {"cache": arguments.cache, "flash": arguments.flash}

@@ -19,11 +19,9 @@ from pathlib import Path
 
 import torch
 from dense import float32_model
+from runs import recipe_of, source_of
 from transformers import PreTrainedModel
 
-from qbench.inputs import reference_source
-from qbench.models.source import open_model
-from qbench.recipe import Recipe
 from qbench.result import Result, read_results
 
 Cut = tuple[list[int], int]
@@ -78,16 +76,14 @@ def main() -> int:
     parser.add_argument("--windows", type=int)
     arguments = parser.parse_args()
     run = arguments.run
-    recipe = Recipe.model_validate(json.loads((run / "run.json").read_text())["recipe"])
-    everything = json.loads((run / "inputs.json").read_text())["windows"]
+    recipe = recipe_of(run)
+    everything = json.loads((run / "inputs.json").read_text(encoding="utf-8"))["windows"]
     windows = everything[: arguments.windows]
     rows = read_results(run / "results.jsonl")
-    reference = float32_model(reference_source(recipe))
+    reference = float32_model(source_of(run, recipe, "reference"))
     holds = True
     for name in arguments.only or ["reference", *recipe.variants]:
-        model = reference
-        if name != "reference":
-            model = float32_model(open_model(run / "variants" / name / "model"))
+        model = reference if name == "reference" else float32_model(source_of(run, recipe, name))
         measured = scores(model, reference, windows)
         holds &= compare(name, rows, measured, whole=len(windows) == len(everything))
     return 0 if holds else 1

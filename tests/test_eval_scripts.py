@@ -1,0 +1,48 @@
+"""The scripts under eval/: what they judge with is itself right, and a baseline holds the headline numbers only."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import runpy
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from qbench.result import make_results
+
+EVAL = Path(__file__).parents[1] / "eval"
+
+
+def test_the_rounding_of_activations_is_llama_cpps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EVAL / "peers"))
+    q8_0 = importlib.import_module("gguf_top1_vs_llama_cpp").q8_0
+    x = torch.randn(5, 96, generator=torch.Generator().manual_seed(0)) * torch.logspace(-2, 2, 96)
+    x[2, :32] = 0
+    kind = gguf.GGMLQuantizationType.Q8_0
+    expected = gguf.quants.dequantize(gguf.quants.quantize(x.numpy(), kind), kind)
+    np.testing.assert_allclose(q8_0(x).numpy(), expected, rtol=0, atol=0)
+
+
+def test_a_baseline_keeps_the_headline_numbers() -> None:
+    frozen = runpy.run_path(str(EVAL / "freeze.py"))["frozen"]
+    about = {"dtype": "float32", "kernel": "dense_f32", "seed": 0}
+    rows = make_results("a", [("perplexity", 31.25, {}), ("kl_mean", 0.5, {}), ("nll", 3.1, {"window": 0})], about)
+    rows += make_results("a", [("itl_s", 0.01, {"concurrency": 1, "percentile": 50}), ("wall_s", 9, {})], about)
+    rows += make_results("a", [("layer_error", 0.1, {"layer": 1, "module": "m"})], {"seed": 0})
+    content = frozen(rows, {"cores": 2})
+    assert content["values"] == {
+        "a": {"perplexity": 31.25, "kl_mean": 0.5, "itl_s (concurrency 1, percentile 50)": 0.01, "wall_s": 9.0}
+    }
+    assert content["conditions"] == {"seed": 0, "dtype": "float32"}
+    assert content["kernels"] == {"a": "dense_f32"}
+
+
+@pytest.mark.parametrize("file", sorted((EVAL / "baselines").glob("*.json")), ids=lambda file: file.name)
+def test_baselines_say_how_they_were_measured(file: Path) -> None:
+    content = json.loads(file.read_text(encoding="utf-8"))
+    assert {"recipe_hash", "model_revision", "data_hash", "dtype", "torch_version"} <= content["conditions"].keys()
+    assert content["values"]["reference"]["kl_mean"] < 1e-6
