@@ -24,4 +24,5 @@ def results(run_dir: str | Path) -> pd.DataFrame:
     """
     rows = [asdict(row) for row in read_results(Path(run_dir) / "results.jsonl")]
     frame = pd.json_normalize(rows, sep="_")
-    return frame[sorted(frame.columns, key=lambda name: (name.startswith("provenance_"), name.startswith("detail_")))]
+    order = {"detail": 1, "provenance": 2}
+    return frame[sorted(frame.columns, key=lambda name: order.get(str(name).partition("_")[0], 0))]
