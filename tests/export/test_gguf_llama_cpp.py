@@ -14,7 +14,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from qbench.export.gguf import write
-from qbench.formats.base import QuantizedTensor
+from qbench.formats.base import FORMATS, QuantizedTensor
+from qbench.formats.gguf_blocks import KINDS
 from qbench.formats.integer import Integer
 from qbench.models.source import ModelSource, open_model
 from tests.export.quantized import QuantizedSource
@@ -122,3 +123,21 @@ def test_greedy_text_of_the_default_model(
             agreeing += agrees
             assert agrees or float(top[position, 0] - top[position, 1]) < near_tie
     assert agreeing >= 0.9 * count * len(PROMPTS)
+
+
+@pytest.mark.trap(35)
+@pytest.mark.parametrize("kind", KINDS)
+def test_block_types_are_computed_alike(tmp_path: Path, kind: str) -> None:
+    """llama.cpp decodes the blocks as we do; it also rounds activations to 8 bits, which these tolerances allow."""
+    model = random_model(tmp_path / "m", "llama", hidden_size=256, intermediate_size=256, initializer_range=0.05)
+    model.lm_head.weight.data[97:] *= 0.1  # an ASCII letter is likeliest: half characters are held back
+    model.save_pretrained(tmp_path / "m")
+    source = QuantizedSource(open_model(tmp_path / "m"), lambda name: FORMATS.get(kind.lower())())
+    write(source, tmp_path)
+    judge = LlamaCpp(tmp_path / "model.gguf")
+    prompt = [1, *range(20, 220, 3)]
+    with torch.no_grad():
+        expected = float32_model(source)(torch.tensor([prompt])).logits[0, -1].log_softmax(-1)
+    found = judge.next_log_probabilities(prompt, 50)
+    differences = [abs(value - float(expected[token])) for token, value in found.items()]
+    assert sum(differences) / len(differences) < 0.03
