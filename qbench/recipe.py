@@ -220,6 +220,11 @@ class Variant(Section):
     )
     format: Overrides = _format_field("How weights are stored: fields over the preset's, or a whole format by name.")
     solver: Overrides = _solver_field("How codes are chosen: fields over the preset's, or a whole solver by name.")
+    rotate: bool = Field(
+        default=False,
+        strict=True,
+        description="Rotate residual stream and value heads at random first (QuaRot), folded into the weights.",
+    )
     transform: Overrides = _transform_field("The equivalent change made to the model first: the preset's, or by name.")
     ignore: list[Pattern] = Field(
         default=[], description="More modules to leave as they are; one that matches none is warned of."

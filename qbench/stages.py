@@ -56,9 +56,18 @@ class Stages:
         return self.folder / "model"
 
     @property
+    def _source(self) -> ModelSource:
+        """What is compressed: the reference, rotated if the variant says so."""
+        if self.schemes is None or not self.recipe.variants[self.name].rotate:
+            return self.inputs.source
+        from qbench.transforms.hadamard import Rotated
+
+        return Rotated(self.inputs.source, self.recipe.seed)
+
+    @property
     def model_key(self) -> str:
         """Of the weights: source, schemes, calibration rows. The reference is its source."""
-        revision = self.inputs.source.revision
+        revision = self._source.revision
         if self.schemes is None:
             return stage_key(REFERENCE, revision, qbench.__version__)
         plain = {
@@ -80,7 +89,11 @@ class Stages:
 
     @property
     def complete(self) -> bool:
-        return all(_is_current(path, key) for path, key in self._files())
+        """Whether nothing is left to do: every record is there and so is what it stands for."""
+        made = []
+        if self.schemes is not None:
+            made = [self.model_folder, *(self.folder / options["label"] for *_, options in self._exports())]
+        return all(path.is_dir() for path in made) and all(_is_current(path, key) for path, key in self._files())
 
     def _files(self) -> list[tuple[Path, str]]:
         files = []
@@ -113,7 +126,7 @@ class Stages:
         assert self.schemes is not None
         started = time.perf_counter()
         done = compress(
-            self.inputs.source,
+            self._source,
             self.schemes,
             self.inputs.calibration_rows,
             self.model_folder,
@@ -143,7 +156,7 @@ class Stages:
         from qbench.models.source import open_model
 
         for record, key, options in self._exports():
-            if _is_current(record, key):
+            if _is_current(record, key) and (self.folder / options["label"]).is_dir():
                 continue
             layout, label = options.pop("layout"), options.pop("label")
             console.print(f"{self.name}: export {label}", style="dim")

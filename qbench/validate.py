@@ -23,6 +23,7 @@ from qbench.registry import nearest
 from qbench.resolve import module_shapes, replaced, resolve
 from qbench.runtime.placement import choose_device
 from qbench.scheme import Scheme
+from qbench.transforms.hadamard import Rotated
 
 GIB = 2**30
 
@@ -101,6 +102,11 @@ def check(recipe: Recipe, source: ModelSource, *, out: Path | None = None, only:
         if not schemes[name] and not unmatched:
             wrong.append(f"variants.{name}: every module is ignored; nothing would be compressed.")
         wrong += _check_exports(name, variant, schemes[name], source)
+        if variant.rotate:
+            try:
+                Rotated(source, recipe.seed)
+            except QbenchError as error:
+                wrong.append(f"variants.{name}.{error}")
     if not wrong:
         estimator = Estimator(recipe, source, machine_speed(choose_device(recipe.model.device)))
         estimates = {"reference": estimator.reference()}
@@ -210,8 +216,12 @@ def _check_machine(plan: Plan, out: Path) -> list[str]:
     folder = next(place for place in (out.absolute(), *out.absolute().parents) if place.is_dir())
     free = shutil.disk_usage(folder).free
     if plan.disk > free:
-        wrong.append(f"needs about {plan.disk / GIB:.1f} GiB on disk; {folder} has {free / GIB:.1f} GiB free.")
+        wrong.append(f"needs about {_amount(plan.disk)} on disk; {folder} has {_amount(free)} free.")
     return wrong
+
+
+def _amount(nbytes: float) -> str:
+    return f"{nbytes / GIB:.1f} GiB" if nbytes >= 0.1 * GIB else f"{nbytes / 2**20:.1f} MiB"
 
 
 def _duration(seconds: float) -> str:

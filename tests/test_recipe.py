@@ -16,6 +16,8 @@ from qbench.presets import PRESETS, build_axis
 from qbench.recipe import Recipe, load_recipe, stage_key
 from qbench.solvers.gptq import GPTQ
 from qbench.solvers.nearest import Nearest
+from qbench.transforms.awq import AWQ
+from qbench.transforms.smoothquant import SmoothQuant
 
 MODEL = "model: {source: some/model}\n"
 
@@ -321,3 +323,21 @@ def test_a_shipped_recipe_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert load_recipe("quickstart").name == "quickstart"
     with pytest.raises(QbenchError, match="Did you mean 'quickstart'"):
         load_recipe("quikstart")
+
+
+def test_a_transform_comes_from_the_preset_and_its_fields_may_be_changed(tmp_path: Path) -> None:
+    recipe = load(
+        tmp_path,
+        "{x: {preset: awq, transform: {clip: false}}, y: {preset: gptq, transform: {name: smoothquant, alpha: search}},"
+        " z: {preset: gptq, rotate: true}}",
+    )
+    assert recipe.variants["x"].scheme.transform == AWQ(clip=False)
+    assert recipe.variants["y"].scheme.transform == SmoothQuant(alpha="search")
+    assert recipe.variants["y"].scheme.solver == GPTQ()
+    assert recipe.variants["z"].scheme.transform is None
+
+
+def test_a_transform_that_does_not_exist_is_refused_with_its_line(tmp_path: Path) -> None:
+    message = refusal(tmp_path, MODEL + "variants:\n  a: {preset: gptq, transform: {name: awk}}\n")
+    assert "variants.a.transform" in message
+    assert "awq" in message

@@ -21,9 +21,9 @@ from qbench.formats.base import QuantizedTensor
 from qbench.models.source import ModelSource, TensorInfo
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # RMSNorm, rotary q and k, gated MLP
-_BLOCK_TENSOR = re.compile(r"model\.layers\.(\d+)\.(?:self_attn\.|mlp\.)?(\w+)\.(weight|bias)")
+BLOCK_TENSOR = re.compile(r"model\.layers\.(\d+)\.(?:self_attn\.|mlp\.)?(\w+)\.(weight|bias)")
 # What each dimension of a module's weight runs over: (rows, columns); a bias runs over the rows.
-_AXES: dict[str, tuple[str | None, str | None]] = {
+AXES: dict[str, tuple[str | None, str | None]] = {
     "q_proj": (None, "residual"),
     "k_proj": (None, "residual"),
     "v_proj": ("value", "residual"),
@@ -36,7 +36,7 @@ _AXES: dict[str, tuple[str | None, str | None]] = {
     "q_norm": (None, None),
     "k_norm": (None, None),
 }
-_OUTSIDE: dict[str, tuple[str | None, str | None]] = {
+OUTSIDE: dict[str, tuple[str | None, str | None]] = {
     "model.embed_tokens.weight": (None, "residual"),
     "model.norm.weight": ("residual", None),
     "lm_head.weight": (None, "residual"),
@@ -86,12 +86,12 @@ class OffGrid(ModelSource):
 
     def _axes(self, name: str) -> tuple[int, tuple[str | None, str | None]]:
         """Layer of a tensor (0 outside of the blocks) and what its dimensions run over."""
-        if name in _OUTSIDE:
-            return 0, _OUTSIDE[name]
-        found = _BLOCK_TENSOR.fullmatch(name)
-        if found is None or found[2] not in _AXES:
+        if name in OUTSIDE:
+            return 0, OUTSIDE[name]
+        found = BLOCK_TENSOR.fullmatch(name)
+        if found is None or found[2] not in AXES:
             raise QbenchError(f"off_grid: {self.location} has a tensor that no reordering is known for: {name}.")
-        return int(found[1]), _AXES[found[2]]
+        return int(found[1]), AXES[found[2]]
 
     def _order(self, axis: str, layer: int) -> torch.Tensor:
         """The old position (int64) of each new channel of `axis` in `layer`."""

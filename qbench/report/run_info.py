@@ -99,6 +99,7 @@ class RunInfo(BaseModel):
             for key, value in said.get(axis, {}).items()
             if (key, value) != ("name", preset)
         ]
+        fields += ["rotated"] * bool(said.get("rotate"))
         fields += [f"{len(said[key])} {key}" for key in ("rules", "ignore") if said.get(key)]
         if preset in PRESETS and not fields:
             return str(PRESETS[preset]["description"]).partition(":")[0]
