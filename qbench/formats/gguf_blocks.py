@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, ClassVar
 from qbench.errors import QbenchError
 from qbench.formats.base import FORMATS, Format, Params, QuantizedTensor
 from qbench.formats.gguf_bytes import as_half, half_bytes, half_field, pack_planes, unpack_planes
-from qbench.formats.gguf_search import affine, extreme, ordered_sum, symmetric
+from qbench.formats.gguf_search import affine, extreme, ordered_sum, root, symmetric
 from qbench.lazy import lazy_import
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ class _Nibbles(GGUFBlocks):
         return {"mean_square": (ordered_sum(weight.T.square()) / weight.shape[1]).unsqueeze(1)}
 
     def _weights(self, x: torch.Tensor, importance: torch.Tensor, shared: Params) -> torch.Tensor:
-        return importance * (shared["mean_square"] + x * x).sqrt()
+        return importance * root(shared["mean_square"] + x * x)
 
     def to_bytes(self, codes: torch.Tensor, params: Params) -> torch.Tensor:
         fields = [half_bytes(params[key]) for key in self.head]

@@ -43,6 +43,11 @@ def divided(number: float, by: torch.Tensor) -> torch.Tensor:
     return torch.div(torch.tensor(number, dtype=by.dtype, device=by.device), by)
 
 
+def root(values: torch.Tensor) -> torch.Tensor:
+    """The square root, rounded once (torch's own is off by a bit now and then in float32)."""
+    return values.double().sqrt().float()
+
+
 def _ratio(numerator: torch.Tensor, denominator: torch.Tensor) -> torch.Tensor:
     """0 where the denominator is not positive."""
     return torch.where(denominator > 0, numerator / denominator, 0.0)

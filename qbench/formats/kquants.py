@@ -30,7 +30,17 @@ from qbench.formats.gguf_bytes import (
     unpack_scales,
     unpack_scales_and_mins,
 )
-from qbench.formats.gguf_search import ZERO, affine, divided, extreme, ordered_sum, signed_descent, symmetric, unsigned
+from qbench.formats.gguf_search import (
+    ZERO,
+    affine,
+    divided,
+    extreme,
+    ordered_sum,
+    root,
+    signed_descent,
+    symmetric,
+    unsigned,
+)
 from qbench.lazy import lazy_import
 
 if TYPE_CHECKING:
@@ -64,7 +74,7 @@ class _KQuant(GGUFBlocks):
     def _weights(self, x: torch.Tensor, importance: torch.Tensor, factor: float) -> torch.Tensor:
         """``importance * sqrt(sigma^2 + x^2)`` with sigma^2 = `factor` times the super-block's mean square."""
         sigma2 = factor * ordered_sum(x * x) / self.columns
-        return self._subblocks(importance * (sigma2 + x * x).sqrt())
+        return self._subblocks(importance * root(sigma2 + x * x))
 
     def _each(self, values: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         """A value a sub-block ``[out, n]`` for columns ``start..stop``: ``[out, stop - start]`` or ``[out, 1]``."""
@@ -86,7 +96,7 @@ class _Affine(_KQuant):
         return (1 << self.bits) - 1
 
     def _plain_weights(self, x: torch.Tensor) -> torch.Tensor:
-        return (ordered_sum(x * x) / self.sub).sqrt() + x.abs()
+        return root(ordered_sum(x * x) / self.sub) + x.abs()
 
     def search(self, x: torch.Tensor, importance: torch.Tensor | None, shared: Params) -> Params:
         subs = self._subblocks(x)
