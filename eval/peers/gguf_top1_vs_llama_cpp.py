@@ -102,7 +102,7 @@ def compare(
         "unequal_weights": unequal,
         "positions": len(ours),
         "top1_agreement": float(agrees.mean()),
-        "median_margin_where_they_differ": float(np.median(margins[~agrees])),
+        "median_margin_where_they_differ": None if agrees.all() else float(np.median(margins[~agrees])),
         "largest_margin_where_they_differ": float(margins[~agrees].max(initial=0.0)),
         "rounding_alone_against_ours": explained,
         "rounding_alone_against_llama_cpp": float((single == theirs).mean()),
