@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 PROJECTIONS = {"mixtral": ("w1", "w3", "w2")}  # gate, up, down as checkpoints of the family call them
+BLOCKS = {"mixtral": "block_sparse_moe"}  # what the checkpoints of the family call the module that holds them
 USUAL = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -60,3 +61,13 @@ def split_experts(model: nn.Module, model_type: str) -> None:
         experts = SplitExperts(Expert(hidden, inner, module.act_fn, names) for _ in range(count))
         owner, _, key = path.rpartition(".")
         setattr(model.get_submodule(owner), key, experts)
+        if model_type in BLOCKS:
+            layer, _, key = owner.rpartition(".")
+            _rename(model.get_submodule(layer), key, BLOCKS[model_type])
+
+
+def _rename(owner: nn.Module, old: str, new: str) -> None:
+    """Parameters get the new name; the module's own code still finds it under the old one."""
+    module = owner._modules.pop(old)
+    owner.add_module(new, module)
+    owner.__dict__[old] = module

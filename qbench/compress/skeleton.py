@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from qbench.compress.experts import split_experts
 from qbench.errors import QbenchError
 from qbench.formats.base import QuantizedTensor
 from qbench.models.source import ModelSource
@@ -55,6 +56,7 @@ class Skeleton:
         config.use_cache = False
         with init_empty_weights(include_buffers=False):
             self.model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+            split_experts(self.model, config.model_type)
         self.model.eval()
         self.block_prefix, self.blocks = _find_blocks(self.model, config)
         for name, buffer in list(self.model.named_buffers()):

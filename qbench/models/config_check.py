@@ -31,6 +31,8 @@ def check_sizes(config: Mapping[str, Any], location: str) -> None:
     wrong = []
     for key, largest in LARGEST.items():
         value = config.get(key)
+        if key == "sliding_window" and not config.get("use_sliding_window", True):
+            continue  # its value then means nothing, and is often 0
         for size in value if isinstance(value, list) else [value]:
             if size is not None and not (type(size) is int and 1 <= size <= largest):
                 wrong.append(f"{key} is {size!r}, allowed: a whole number from 1 to {largest}")
