@@ -75,7 +75,11 @@ class Inputs:
         return windows(self.evaluation_tokens, wanted.seq_len, bos=self.bos)[: wanted.rows]
 
     def warnings(self) -> list[str]:
-        """Where the text gives less than the recipe asks for."""
+        """Where the text gives less than the recipe asks for. Raises `QbenchError` where it gives too little to run."""
+        from qbench.benchmark.closed_loop import Workload
+
+        if (load := self.recipe.benchmark) is not None:
+            Workload(load.requests, load.prompt_tokens, load.output_tokens).prompts(self.evaluation_tokens, 1)
         found = []
         wanted = self.recipe.calibration
         tokens = sum(map(len, self.calibration_rows))

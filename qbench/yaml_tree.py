@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -121,7 +122,7 @@ def deep_merge(base: dict[str, Any], override: dict[str, Any]) -> dict[str, Any]
 
 def read_extended(file: Path, chain: tuple[Path, ...] = ()) -> Tree:
     """A file merged over the one its `extends` names (relative to the file). The base's `name` is not inherited."""
-    here = file.resolve()
+    here = Path(os.path.realpath(file))
     if here in chain:
         circle = " -> ".join(str(f) for f in (*chain[chain.index(here) :], here))
         raise QbenchError(f"{file}: extends goes round in a circle: {circle}")

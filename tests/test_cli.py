@@ -88,6 +88,7 @@ def test_validate_checks_every_recipe_also_after_one_is_refused(recipe: Path, tm
     [
         (("--set", "variants.four.format.bit=3"), "unknown field 'bit'"),
         (("--only", "fuor"), "no variant 'fuor'. Did you mean 'four'?"),
+        (("--set", "benchmark.prompt_tokens=300", "--set", "benchmark.requests=9999"), "cannot give 10000 different"),
         (("--set", "model.source=/no/such"), "There is no model at '/no/such'"),
         (("--set", "variants.four.rules=[{match: nothing}]"), "matches no module"),
     ],

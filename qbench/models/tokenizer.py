@@ -58,5 +58,8 @@ def eos_token_ids(source: ModelSource, tokenizer: PreTrainedTokenizerFast | None
         generation_config(source).get("eos_token_id"),
         tokenizer.eos_token_id,
     ):
-        found.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
+        listed = ids if isinstance(ids, list) else [] if ids is None else [ids]
+        if not all(type(i) is int for i in listed):
+            raise QbenchError(f"{source.location}: eos_token_id is {ids!r}, allowed: a token id, or a list of them.")
+        found.update(listed)
     return sorted(found)

@@ -154,7 +154,13 @@ class LLM:
     def _token_ids(self, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, (str, list, tuple)):
             raise QbenchError(f"A prompt is {prompt!r}; it must be a text or a list of token ids.")
-        return list(self.tokenizer(prompt)["input_ids"]) if isinstance(prompt, str) else list(prompt)
+        if not isinstance(prompt, str):
+            return list(prompt)
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            raise QbenchError(f"A prompt is no Unicode text: {error.reason} (character {error.start}).") from error
+        return list(self.tokenizer(prompt)["input_ids"])
 
     def _next_id(self) -> str:
         self._num_requests += 1

@@ -12,6 +12,8 @@ import torch
 from qbench.errors import QbenchError
 from qbench.runtime.request import SamplingParams
 
+LOWEST_TEMPERATURE = 1e-6  # below it float32 overflows; at it only ties with the likeliest token are drawn
+
 
 def sample(
     logits: torch.Tensor,
@@ -48,7 +50,7 @@ def process(logits: torch.Tensor, params: SamplingParams, history: list[int]) ->
         scores[seen] = torch.where(found < 0, found * params.repetition_penalty, found / params.repetition_penalty)
     if params.temperature == 0:
         return scores
-    scores /= params.temperature
+    scores /= max(params.temperature, LOWEST_TEMPERATURE)
     if 0 < params.top_k < len(scores):
         scores[scores < scores.topk(params.top_k).values[-1]] = float("-inf")
     if params.top_p < 1:

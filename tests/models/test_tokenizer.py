@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 from qbench.errors import QbenchError
 from qbench.models.source import open_model
 from qbench.models.tokenizer import eos_token_ids, load_tokenizer
+from tests.tiny import make_tiny_llama
 
 
 @pytest.fixture
@@ -72,3 +73,10 @@ def test_a_tokenizer_that_brings_code_is_refused_without_running_it(folder: Path
     with pytest.raises(QbenchError, match="tokenizer cannot be read"):
         load_tokenizer(open_model(folder))
     assert not marker.exists()
+
+
+def test_an_end_token_that_is_no_id_is_refused(tmp_path: Path) -> None:
+    folder = make_tiny_llama(tmp_path / "m")
+    (folder / "generation_config.json").write_text('{"eos_token_id": "x"}')
+    with pytest.raises(QbenchError, match="eos_token_id is 'x', allowed"):
+        eos_token_ids(open_model(folder))

@@ -182,3 +182,26 @@ def test_the_default_cache_holds_what_the_requests_may_need(tiny_llama: Path) ->
 def test_a_cache_too_small_for_one_request_is_said(tiny_llama: Path) -> None:
     with pytest.warns(UserWarning, match=r"holds 32 tokens; requests may have that many instead of 512"):
         small(tiny_llama, num_blocks=4)
+
+
+def test_broken_logits_end_a_batch_and_leave_the_engine_usable(
+    tiny_llama: Path, reference: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = small(tiny_llama)
+    logits, calls = llm.runner.logits, []
+
+    def broken(hidden: torch.Tensor) -> torch.Tensor:
+        calls.append(len(hidden))
+        found = logits(hidden)
+        return found * float("nan") if len(calls) == 5 else found
+
+    monkeypatch.setattr(llm.runner, "logits", broken)
+    with pytest.raises(QbenchError, match="NaN or infinite"):
+        llm.generate(PROMPTS, GREEDY)
+    assert not llm.engine.has_unfinished()
+    assert tokens(llm, PROMPTS) == reference
+
+
+def test_a_prompt_that_is_no_unicode_text_is_refused(tiny_llama: Path) -> None:
+    with pytest.raises(QbenchError, match="no Unicode text"):
+        small(tiny_llama).generate("abc\udcff")

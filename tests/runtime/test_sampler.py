@@ -107,3 +107,10 @@ def test_broken_logits_are_refused(value: float, temperature: float) -> None:
     logits[1, 3] = value
     with pytest.raises(QbenchError, match="NaN or infinite"):
         sample(logits, [SamplingParams(temperature=temperature)] * 2, [[], []], [None, None])
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-300, 1e-40, 1e-9])
+def test_a_vanishing_temperature_draws_the_likeliest(temperature: float) -> None:
+    logits = some_logits(4)
+    params = [SamplingParams(temperature=temperature)] * 4
+    assert sample(logits, params, [[]] * 4, [None] * 4) == logits.argmax(-1).tolist()
