@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 
@@ -105,6 +107,45 @@ def test_a_second_run_redoes_nothing_and_a_changed_one_only_what_changed(recipe:
     changed = {path.name for path, time in before.items() if path.stat().st_mtime_ns != time}
     assert changed == {"speed.json"}
     finish(start(recipe, whole))
+
+
+def test_what_was_deleted_is_made_again(recipe: Path, whole: Path) -> None:
+    before = artifacts(whole)
+    shutil.rmtree(whole / "variants/int8/model")
+    shutil.rmtree(whole / "variants/solved/gptq")
+    assert finish(start(recipe, whole))["reused"] == ["reference"]
+    assert artifacts(whole) == before
+
+
+def test_a_damaged_record_is_named(recipe: Path, whole: Path) -> None:
+    record = whole / "variants/int8/speed.json"
+    content = record.read_text()
+    for damaged in (content[:-20], "{}", '{"key": 1, "rows": []}', '{"key": "", "rows": [{"variant": 3}]}'):
+        record.write_text(damaged)
+        child = start(recipe, whole)
+        _, stderr = child.communicate()
+        assert child.returncode == 2
+        assert f"{record}: damaged (" in stderr
+        assert "Delete it" in stderr
+    record.write_text(content)
+
+
+def test_ctrl_c_while_measuring_is_one_line_and_leaves_no_process(recipe: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    job = out / "variants/reference/job.json"
+    child = start(recipe, out)
+    while child.poll() is None and not job.is_file():
+        time.sleep(0.01)
+    time.sleep(1)
+    second = start(recipe, out)
+    assert "another run is writing here" in second.communicate()[1]
+    assert second.returncode == 2
+    child.send_signal(signal.SIGINT)
+    _, stderr = child.communicate(timeout=30)
+    assert child.returncode == 130
+    assert stderr.strip() == "Interrupted. What was finished is kept: the same command goes on from there."
+    measuring = [p for p in psutil.process_iter(["cmdline"]) if str(job) in (p.info["cmdline"] or [])]
+    assert not [process for process in measuring if process.status() != psutil.STATUS_ZOMBIE]
 
 
 @pytest.mark.trap(60)
