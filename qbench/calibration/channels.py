@@ -10,13 +10,18 @@ SAMPLED_TOKENS = 512
 
 
 class ChannelStatistics:
-    """Mean and largest ``|x|`` a channel, in float32, and the activations of tokens taken at equal distances."""
+    """Mean and largest ``|x|`` a channel, in float32, and the activations of some tokens.
+
+    The tokens are drawn at random (always the same ones): equal distances would divide the row length and take the
+    first token of every row, whose activations are unlike all others.
+    """
 
     def __init__(self, channels: int, total_tokens: int, device: torch.device) -> None:
         self.total = torch.zeros(channels, dtype=torch.float32, device=device)
         self.max_abs = torch.zeros(channels, dtype=torch.float32, device=device)
         self.tokens = 0
-        self._stride = -(-total_tokens // SAMPLED_TOKENS)
+        drawn = torch.randperm(total_tokens, generator=torch.Generator().manual_seed(0))[:SAMPLED_TOKENS]
+        self._drawn = drawn.sort().values.to(device)
         self._sampled: list[torch.Tensor] = []
 
     def add(self, inputs: torch.Tensor) -> None:
@@ -25,8 +30,9 @@ class ChannelStatistics:
         magnitude = flat.abs()
         self.total += magnitude.sum(0)
         self.max_abs = torch.maximum(self.max_abs, magnitude.amax(0))
-        self._sampled.append(flat[-self.tokens % self._stride :: self._stride].clone())
-        self.tokens += flat.shape[0]
+        here = self._drawn[(self._drawn >= self.tokens) & (self._drawn < self.tokens + len(flat))]
+        self._sampled.append(flat[here - self.tokens])
+        self.tokens += len(flat)
 
     def mean_abs(self, layer: str) -> torch.Tensor:
         """``[channels]``. Raises `QbenchError` naming `layer` when an activation was NaN or infinite."""
@@ -36,5 +42,5 @@ class ChannelStatistics:
 
     @property
     def sample(self) -> torch.Tensor:
-        """Float32 ``[tokens, channels]``, about `SAMPLED_TOKENS` of them."""
+        """Float32 ``[tokens, channels]``, at most `SAMPLED_TOKENS` of them."""
         return torch.cat(self._sampled)

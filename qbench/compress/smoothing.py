@@ -53,10 +53,13 @@ class Smoother:
             leaders: list[Any] = [self.block.get_submodule(reading.readers[0]) for reading, _ in groups]
             self.passes.collect(list(zip(leaders, statistics, strict=True)))
             calls = self._calls({_parent(reading.readers) for reading, _ in groups})
+            inputs = []
             for (reading, transforms), seen in zip(groups, statistics, strict=True):
                 scales = self._scale(traced, reading, transforms, seen, calls[_parent(reading.readers)])
+                inputs.append(seen.sample if scales is None else seen.sample / scales)
+            for (reading, _), sample in zip(groups, inputs, strict=True):  # folding a later group changes weights too
                 for name in reading.readers:
-                    self._limit(name, seen.sample if scales is None else seen.sample / scales)
+                    self._limit(name, sample)
         for name, scheme in self.schemes.items():
             if scheme.transform is not None and name not in self.done.detail:
                 self.done.detail[name] = {"name": scheme.transform.name, "skipped": "no calibration token reached it"}

@@ -223,6 +223,19 @@ def test_awq_lowers_the_divergence_under_any_solver(tmp_path: Path, solver: Solv
     assert found[1] < found[0]
 
 
+@pytest.mark.parametrize("clip", [False, True])
+def test_limits_are_those_of_the_weights_that_are_rounded(tmp_path: Path, clip: bool) -> None:
+    """Scales folded for down_proj change up_proj's rows: its range is narrowed only after that."""
+    source = with_outliers(tmp_path / "m")
+    errors = []
+    for transform in (None, AWQ(clip=clip)):
+        schemes = dict.fromkeys(linear_names(source.tensors, source.config), Scheme(INT4, Nearest(), transform))
+        done = compress(source, schemes, token_rows(32), tmp_path / f"out{transform is None}", key="k")
+        errors.append({layer.module: layer.relative_error or 0.0 for layer in done.layers})
+    for module, before in errors[0].items():
+        assert errors[1][module] < 1.3 * before, module
+
+
 def test_the_changed_norms_are_stored_in_float32_and_everything_else_as_it_was(tmp_path: Path) -> None:
     folder = make_tiny_llama(tmp_path / "m", dtype=torch.bfloat16)
     source = open_model(folder)
