@@ -14,21 +14,14 @@ STATUS = Path("/proc/self/status")
 
 
 def peak_memory(device: torch.device) -> list[Measured]:
-    """The process's largest resident set since `reset_peak_memory` (since its start, outside Linux), and on an
-    accelerator what torch held there at most. Bytes."""
+    """The process's largest resident set since its start, and on an accelerator what torch held there at most. Bytes.
+
+    What earlier work of this process took counts: measure in a fresh process to compare variants.
+    """
     rows: list[Measured] = [("peak_memory_bytes", _process_peak(), {"where": "process"})]
     if device.type == "cuda":
         rows.append(("peak_memory_bytes", torch.cuda.max_memory_allocated(device), {"where": "accelerator"}))
     return rows
-
-
-def reset_peak_memory(device: torch.device) -> None:
-    """Starts a new peak from what is held now. What earlier work of this process still holds counts on: measure
-    in a fresh process to compare variants."""
-    if STATUS.exists():
-        Path("/proc/self/clear_refs").write_text("5")
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
 
 
 def _process_peak() -> int:

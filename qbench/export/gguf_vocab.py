@@ -178,6 +178,9 @@ class Vocabulary:
         for source in (self.generation, self.config):
             ids = source.get("eos_token_id")
             ends += ids if isinstance(ids, list) else [] if ids is None else [ids]
+        for i in ends:
+            if not 0 <= i < len(self.tokens):
+                raise QbenchError(f"eos_token_id {i} is not a token; allowed: 0 to {len(self.tokens) - 1}.")
         unmarked = [i for i in dict.fromkeys(ends) if i != eos and self.tokens[i] not in END_MARKERS]
         if unmarked:
             metadata["tokenizer.ggml.eot_token_id"] = unmarked[0]
