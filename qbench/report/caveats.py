@@ -22,9 +22,7 @@ def caveats(info: RunInfo, rows: Sequence[Result], table: Table) -> list[str]:
         if row.metric == "solver_fallbacks" and row.value and row.variant in table.variants:
             found.append(f"{row.variant}: {row.value:.0f} layers fell back to plain rounding.")
         if row.metric == "transforms_skipped" and row.value and row.variant in table.variants:
-            found.append(
-                f"{row.variant}: the inputs of {row.value:.0f} layers could not be scaled."
-            )
+            found.append(f"{row.variant}: the inputs of {row.value:.0f} layers could not be scaled.")
     for variant, exports in info.exports.items():
         for export in exports:
             if export.difference:
