@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,7 +101,7 @@ class Skeleton:
     def embed(self, batches: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[list[BlockCall]]]:
         """The first block's hidden states for token ids ``[rows, n]``, and how each block is called for each batch."""
         hidden, calls = [], []
-        with self._outside_filled() as _:
+        with self._outside_filled():
             for ids in batches:
                 seen: list[tuple[torch.Tensor, BlockCall]] = []
                 with self._replaced_blocks(seen):
@@ -147,8 +147,6 @@ class Skeleton:
         }
         if not with_norm:
             outside = {_name_of(self.model, self.model.get_input_embeddings())}
-        from contextlib import ExitStack
-
         with ExitStack() as stack:
             for name in sorted(outside):
                 stack.enter_context(self.filled(name))

@@ -25,7 +25,7 @@ from qbench.formats.base import QuantizedTensor, format_from_dict
 from qbench.models.huggingface import open_huggingface
 from qbench.models.safetensors_writer import write_safetensors
 from qbench.models.source import ModelSource, TensorInfo
-from qbench.resources import sha256_file, written_whole
+from qbench.resources import written_whole
 
 MANIFEST = "qbench.json"
 VERSION = 1
@@ -141,9 +141,3 @@ class CompressedWriter:
     def _write_json(self, name: str, content: dict[str, Any]) -> None:
         with written_whole(self.folder / name) as temporary:
             temporary.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def folder_digest(folder: Path) -> dict[str, str]:
-    """SHA-256 of every file below `folder` by relative name: two runs are equal when these are."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): sha256_file(path) for path in files}

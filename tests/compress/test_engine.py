@@ -14,13 +14,13 @@ from qbench.compress.engine import compress
 from qbench.errors import QbenchError
 from qbench.formats.base import QuantizedTensor
 from qbench.formats.integer import Integer
-from qbench.models.compressed import folder_digest
 from qbench.models.source import ModelSource, open_model
 from qbench.models.structure import linear_names
 from qbench.scheme import Scheme
 from qbench.solvers.base import Solver
 from qbench.solvers.gptq import GPTQ
 from qbench.solvers.nearest import Nearest
+from tests.digest import folder_digest
 from tests.tiny import make_tiny_llama
 
 INT4 = Integer(bits=4, group_size=32)

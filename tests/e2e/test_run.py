@@ -15,8 +15,8 @@ import psutil
 import pytest
 import yaml
 
-from qbench.models.compressed import folder_digest
 from qbench.result import read_results
+from tests.digest import folder_digest
 
 QUALITY = ("perplexity", "kl_mean")
 MEASURED = {"dtype", "device", "kernel", "engine", "engine_version", "data", "data_hash"}
