@@ -5,6 +5,7 @@ import hashlib
 import resource
 import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -49,23 +50,23 @@ def test_the_bytes_are_those_of_the_library(tmp_path: Path) -> None:
     )
 
 
-@pytest.fixture
+@contextmanager
 def small_files() -> Iterator[None]:
-    """The system refuses to let a file grow beyond 10000 bytes."""
+    """The system refuses to let a file grow beyond 10000 bytes: any file of this process, the test log included."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    signal.signal(signal.SIGXFSZ, handler)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
 
 
-def test_what_the_system_refuses_to_write_is_named_and_leaves_the_earlier_file(
-    tmp_path: Path, small_files: None
-) -> None:
+def test_what_the_system_refuses_to_write_is_named_and_leaves_the_earlier_file(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     write_safetensors(path, {"a": torch.ones(10)})
-    with pytest.raises(OSError) as caught:
+    with pytest.raises(OSError) as caught, small_files():
         write_safetensors(path, {"a": torch.ones(10_000)})
     assert (caught.value.errno, caught.value.filename) == (errno.EFBIG, str(path))
     assert torch.equal(load_file(path)["a"], torch.ones(10))
