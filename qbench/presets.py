@@ -1,16 +1,18 @@
-"""Named starting points. A preset is plain data: a format, a solver and perhaps a transform; a recipe may override
-any field of them."""
+"""Named starting points. A preset is plain data: a format, a solver, perhaps a transform or pruning; a recipe may
+override any field of them."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from qbench.errors import QbenchError
+from qbench.formats.activation import ACTIVATIONS
 from qbench.formats.base import FORMATS
 from qbench.formats.parse import build
 from qbench.gguf_mixes import MIXES
 from qbench.solvers.base import SOLVERS
 from qbench.transforms.base import TRANSFORMS
+from qbench.transforms.prune import PRUNERS
 
 _GROUPED_INT4 = {
     "name": "int",
@@ -44,18 +46,49 @@ PRESETS: dict[str, dict[str, Any]] = {
         "format": {"name": "fp4", "group_size": 64},
         "solver": {"name": "nearest"},
     },
+    "llm-int8": {
+        "description": "8-bit integer weights and inputs; input columns with values of 6 or more stay as they are",
+        "format": _CHANNEL_INT8 | {"symmetric": True, "full_range": False},
+        "solver": {"name": "nearest"},
+        "activation": {"name": "llm-int8", "threshold": 6.0},
+    },
+    "w8a8": {
+        "description": "8-bit integer weights, one scale a row, and inputs, one scale a token",
+        "format": _CHANNEL_INT8 | {"symmetric": True, "full_range": False},
+        "solver": {"name": "nearest"},
+        "activation": {"name": "int8", "granularity": "token"},
+    },
     "fp8": {
-        "description": "8-bit floating point E4M3, one scale a row",
+        "description": "8-bit floating point E4M3 weights, one scale a row, and inputs, one scale a token",
+        "format": {"name": "fp8", "granularity": "channel"},
+        "solver": {"name": "nearest"},
+        "activation": {"name": "fp8", "granularity": "token"},
+    },
+    "fp8-static": {
+        "description": "8-bit floating point E4M3 weights and inputs, one scale each, that of the inputs calibrated",
+        "format": {"name": "fp8", "granularity": "tensor"},
+        "solver": {"name": "nearest"},
+        "activation": {"name": "fp8", "granularity": "tensor"},
+    },
+    "fp8-block": {
+        "description": "8-bit floating point E4M3, a scale per 128 x 128 weights and per 128 values of each token",
+        "format": {"name": "fp8", "granularity": "block"},
+        "solver": {"name": "nearest"},
+        "activation": {"name": "fp8", "granularity": "group"},
+    },
+    "fp8-w8a16": {
+        "description": "8-bit floating point E4M3 weights, one scale a row; inputs as they are",
         "format": {"name": "fp8", "granularity": "channel"},
         "solver": {"name": "nearest"},
     },
-    "fp8-block": {
-        "description": "8-bit floating point E4M3, one scale a tile of 128 x 128 weights",
-        "format": {"name": "fp8", "granularity": "block"},
-        "solver": {"name": "nearest"},
-    },
     "mxfp8": {
-        "description": "8-bit floating point E4M3, a power of two per 32 weights",
+        "description": "8-bit floating point E4M3, a power of two per 32 weights and per 32 values of each token",
+        "format": {"name": "mxfp8"},
+        "solver": {"name": "nearest"},
+        "activation": {"name": "mxfp8"},
+    },
+    "mxfp8-w8a16": {
+        "description": "8-bit floating point E4M3 weights, a power of two per 32; inputs as they are",
         "format": {"name": "mxfp8"},
         "solver": {"name": "nearest"},
     },
@@ -63,6 +96,12 @@ PRESETS: dict[str, dict[str, Any]] = {
         "description": "4-bit floating point E2M1, a power of two per 32 weights",
         "format": {"name": "mxfp4"},
         "solver": {"name": "nearest"},
+    },
+    "nvfp4": {
+        "description": "4-bit floating point E2M1 weights and inputs, an 8-bit scale per 16 and one for the tensor",
+        "format": {"name": "nvfp4"},
+        "solver": {"name": "nearest"},
+        "activation": {"name": "nvfp4"},
     },
     "nvfp4-w4a16": {
         "description": "4-bit floating point E2M1, an 8-bit scale per 16 weights and one for the tensor; weights only",
@@ -107,29 +146,41 @@ PRESETS: dict[str, dict[str, Any]] = {
         "solver": {"name": "nearest"},
         "transform": {"name": "awq", "grid": 20, "form": "duo", "clip": True},
     },
-    "smoothquant": {
-        "description": "8-bit integers, one scale a row; activation outliers moved into the weights first",
+    "smoothquant-w8a8": {
+        "description": "8-bit integer weights and inputs; outliers of the inputs moved into the weights first",
         "format": _CHANNEL_INT8 | {"symmetric": True, "full_range": False},
         "solver": {"name": "nearest"},
         "transform": {"name": "smoothquant", "alpha": 0.5},
+        "activation": {"name": "int8", "granularity": "token"},
+    },
+    "sparse24-int8": {
+        "description": "2 of 4 neighbouring weights pruned by Wanda's score, the others in 8-bit integers",
+        "format": _CHANNEL_INT8 | {"symmetric": True, "full_range": False},
+        "solver": {"name": "nearest"},
+        "prune": {"name": "wanda", "pattern": "2:4"},
     },
 }
 
 
-def build_axis(axis: str, preset: str | None, *layers: dict[str, Any]) -> Any:
-    """The format, solver or transform (`axis`) that `layers` of fields over a preset's describe; None without any name.
+AXES = {"format": FORMATS, "solver": SOLVERS, "transform": TRANSFORMS, "activation": ACTIVATIONS, "prune": PRUNERS}
+OPTIONAL = ("transform", "activation", "prune")  # a recipe may take them from a preset with ``name: none``
 
-    A layer that names another format than the one below it starts afresh. Raises ValueError with the reason.
+
+def build_axis(axis: str, preset: str | None, *layers: dict[str, Any]) -> Any:
+    """The member of `axis` (a key of `AXES`) that `layers` of fields over a preset's describe.
+
+    A layer that names another format than the one below it starts afresh. None without any name, or where a transform
+    or activation is named ``none``. Raises ValueError with the reason.
     """
     start = PRESETS[preset] if preset is not None else {"format": {}, "solver": {"name": "nearest"}}
     fields: dict[str, Any] = dict(start.get(axis, {}))
     for layer in layers:
         afresh = "name" in layer and layer["name"] != fields.get("name")
         fields = dict(layer) if afresh else {**fields, **layer}
-    if "name" not in fields:
+    if "name" not in fields or (axis in OPTIONAL and fields == {"name": "none"}):
         return None
     try:
-        built = build({"format": FORMATS, "solver": SOLVERS, "transform": TRANSFORMS}[axis], fields)
+        built = build(AXES[axis], fields)
     except QbenchError as error:
         raise ValueError(str(error)) from error
     for key in (key for layer in layers for key in layer):

@@ -28,15 +28,17 @@ from pydantic import (
 
 from qbench.errors import QbenchError
 from qbench.export.layouts import LAYOUTS
+from qbench.formats.activation import ACTIVATIONS
 from qbench.formats.base import FORMATS
 from qbench.models.pre_tokenizers import PRE_TOKENIZERS
 from qbench.presets import PRESETS, build_axis
 from qbench.recipe_schema import open_fields
-from qbench.registry import nearest
+from qbench.registry import Registry, nearest
 from qbench.resources import data_dir
 from qbench.scheme import Scheme
 from qbench.solvers.base import SOLVERS
 from qbench.transforms.base import TRANSFORMS
+from qbench.transforms.prune import PRUNERS
 from qbench.yaml_tree import read_extended, set_value
 
 Count = Annotated[int, Field(ge=1, strict=True)]
@@ -189,16 +191,9 @@ class Export(Section):
         return self
 
 
-def _format_field(purpose: str) -> Any:
-    return Field(default={}, description=purpose, json_schema_extra=lambda schema: open_fields(schema, FORMATS))
-
-
-def _solver_field(purpose: str) -> Any:
-    return Field(default={}, description=purpose, json_schema_extra=lambda schema: open_fields(schema, SOLVERS))
-
-
-def _transform_field(purpose: str) -> Any:
-    return Field(default={}, description=purpose, json_schema_extra=lambda schema: open_fields(schema, TRANSFORMS))
+def _fields(purpose: str, registry: Registry, *more: str) -> Any:
+    """A mapping whose keys are the fields of what is in `registry`; `more` names are allowed besides."""
+    return Field(default={}, description=purpose, json_schema_extra=lambda schema: open_fields(schema, registry, *more))
 
 
 class Rule(Section):
@@ -208,8 +203,15 @@ class Rule(Section):
         description="Whole dotted segments of a module name (layers.1 is not layers.10), or re: and a regular "
         "expression. It must match something.",
     )
-    format: Overrides = _format_field("Fields over the variant's format; another name starts from that format's own.")
-    solver: Overrides = _solver_field("Fields over the variant's solver; another name starts from that solver's own.")
+    format: Overrides = _fields(
+        "Fields over the variant's format; another name starts from that format's own.", FORMATS
+    )
+    solver: Overrides = _fields(
+        "Fields over the variant's solver; another name starts from that solver's own.", SOLVERS
+    )
+    activation: Overrides = _fields(
+        "Fields over the variant's activation format, or another by name; none.", ACTIVATIONS, "none"
+    )
 
 
 class Variant(Section):
@@ -218,14 +220,24 @@ class Variant(Section):
     preset: str | None = Field(
         default=None, description="A named starting point.", json_schema_extra={"enum": [*PRESETS, None]}
     )
-    format: Overrides = _format_field("How weights are stored: fields over the preset's, or a whole format by name.")
-    solver: Overrides = _solver_field("How codes are chosen: fields over the preset's, or a whole solver by name.")
+    format: Overrides = _fields("How weights are stored: fields over the preset's, or a whole format by name.", FORMATS)
+    solver: Overrides = _fields("How codes are chosen: fields over the preset's, or a whole solver by name.", SOLVERS)
     rotate: bool = Field(
         default=False,
         strict=True,
         description="Rotate residual stream and value heads at random first (QuaRot), folded into the weights.",
     )
-    transform: Overrides = _transform_field("The equivalent change made to the model first: the preset's, or by name.")
+    transform: Overrides = _fields(
+        "The equivalent change made to the model first: the preset's, or by name.", TRANSFORMS, "none"
+    )
+    activation: Overrides = _fields(
+        "How the compressed linears' inputs are rounded when they run: the preset's, another by name, or none.",
+        ACTIVATIONS,
+        "none",
+    )
+    prune: Overrides = _fields(
+        'Which weights become exactly 0: a way by name, and a pattern such as "2:4" or a sparsity.', PRUNERS
+    )
     ignore: list[Pattern] = Field(
         default=[], description="More modules to leave as they are; one that matches none is warned of."
     )
@@ -239,7 +251,7 @@ class Variant(Section):
             raise ValueError(f"unknown preset {preset!r}. {nearest(preset, PRESETS)}")
         return preset
 
-    @field_validator("format", "solver", "transform")
+    @field_validator("format", "solver", "transform", "activation", "prune")
     @classmethod
     def _builds(cls, overrides: Overrides, info: ValidationInfo) -> Overrides:
         if "preset" in info.data:  # absent when the preset itself was refused
@@ -251,7 +263,7 @@ class Variant(Section):
     def _rules_build(cls, rules: list[Rule], info: ValidationInfo) -> list[Rule]:
         wrong = []
         for index, rule in enumerate(rules):
-            for axis in ("format", "solver"):
+            for axis in ("format", "solver", "activation"):
                 if {"preset", axis} <= info.data.keys():  # absent when it was itself refused
                     try:
                         build_axis(axis, info.data["preset"], info.data[axis], getattr(rule, axis))
@@ -294,9 +306,11 @@ class Variant(Section):
         """What the modules get that `rule` decides (None: those that no rule names)."""
         fields = {
             axis: build_axis(axis, self.preset, getattr(self, axis), getattr(rule, axis) if rule else {})
-            for axis in ("format", "solver")
+            for axis in ("format", "solver", "activation")
         }
-        return Scheme(**fields, transform=build_axis("transform", self.preset, self.transform))
+        for axis in ("transform", "prune"):
+            fields[axis] = build_axis(axis, self.preset, getattr(self, axis))
+        return Scheme(**fields)
 
 
 class Recipe(Section):

@@ -11,9 +11,12 @@ from qbench.registry import Registry
 from qbench.resources import data_dir, written_whole
 
 
-def open_fields(schema: dict[str, Any], registry: Registry) -> None:
-    """Makes `schema` an object with the fields of every registered format, solver or transform, each optional."""
-    properties: dict[str, Any] = {"name": {"enum": registry.names()}}
+def open_fields(schema: dict[str, Any], registry: Registry, *more: str) -> None:
+    """Makes `schema` an object with the fields of every registered format, solver or transform, each optional.
+
+    `more` are names that are allowed besides those of the registry.
+    """
+    properties: dict[str, Any] = {"name": {"enum": [*registry.names(), *more]}}
     for name in registry.names():
         for key, field in TypeAdapter(registry.get(name)).json_schema()["properties"].items():
             known = properties.setdefault(key, {"description": "Field of", "anyOf": []})

@@ -71,7 +71,9 @@ class Stages:
         if self.schemes is None:
             return stage_key(REFERENCE, revision, qbench.__version__)
         plain = {
-            name: [axis and axis.to_dict() for axis in (scheme.format, scheme.solver, scheme.transform)]
+            name: [
+                axis and axis.to_dict() for axis in (scheme.format, scheme.solver, scheme.transform, scheme.activation)
+            ]
             for name, scheme in self.schemes.items()
         }
         return stage_key("compress", qbench.__version__, revision, plain, self.inputs.calibration_rows)

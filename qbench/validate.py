@@ -190,6 +190,12 @@ def _check_exports(name: str, variant: Variant, schemes: dict[str, Scheme], sour
     wrong = []
     for index, export in enumerate(variant.export):
         options = export.model_dump(exclude={"layout", "pre_tokenizer"}, exclude_none=True)
+        rounded = {scheme.activation.name for scheme in schemes.values() if scheme.activation is not None}
+        if rounded:
+            wrong.append(
+                f"variants.{name}.export[{index}]: layout {export.layout} holds weights only; the variant rounds "
+                f"inputs to {', '.join(sorted(rounded))}. Allowed: activation: {{name: none}}, or no such export."
+            )
         try:
             CHECKS.get(export.layout)(schemes, shapes, source.config, **options)
             if export.layout == "gguf":

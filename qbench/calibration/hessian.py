@@ -15,12 +15,15 @@ class InputStatistics:
 
     def __init__(self, in_features: int, device: torch.device) -> None:
         self.total = torch.zeros(in_features, in_features, dtype=torch.float32, device=device)
+        self.max_abs = torch.zeros((), dtype=torch.float32, device=device)  # of any one input
         self.tokens = 0
 
     def add(self, inputs: torch.Tensor) -> None:
         """Adds activations ``[..., in_features]`` of real tokens."""
         flat = inputs.reshape(-1, inputs.shape[-1]).float()
         self.total.addmm_(flat.T, flat)
+        low, high = flat.aminmax()
+        self.max_abs = torch.maximum(self.max_abs, torch.maximum(-low, high))
         self.tokens += flat.shape[0]
 
     def hessian(self, layer: str) -> torch.Tensor:

@@ -19,9 +19,10 @@ BITS_FOR_WIDTH = 4096  # input columns of the layer for which bits per weight ar
 
 @guarded
 def command(as_json: Json = False) -> None:
-    """Lists presets, formats, solvers, transforms and export layouts.
+    """Lists presets, formats, solvers, transforms, activation formats and export layouts.
 
-    A preset is a format, a solver and perhaps a transform, with every field filled in; a recipe may change any of them.
+    A preset is a format, a solver and perhaps a transform and an activation format, with every field filled in; a
+    recipe may change any of them.
 
     Examples:
 
@@ -36,11 +37,11 @@ def command(as_json: Json = False) -> None:
     out = words(as_json)
     presets = Table("preset", "bits", "what it is, and what a recipe may change", title="Presets")
     for name, preset in found["presets"].items():
-        axes = [axis for axis in ("transform", "format", "solver") if axis in preset]
+        axes = [axis for axis in ("transform", "format", "solver", "activation") if axis in preset]
         opened = "\n".join(f"  {axis}: {_flow(preset[axis])}" for axis in axes)
         presets.add_row(name, f"{preset['bits_per_weight']:.2f}", f"{preset['description']}\n{opened}")
     out.print(presets)
-    for kind in ("formats", "solvers", "transforms", "layouts"):
+    for kind in ("formats", "solvers", "transforms", "activations", "layouts"):
         table = Table("name", "fields", "what", title=kind.capitalize())
         for name, entry in found[kind].items():
             options = "\n".join(f"{key}: {value}" for key, value in entry["fields"].items())
@@ -50,6 +51,7 @@ def command(as_json: Json = False) -> None:
 
 def known_methods() -> dict[str, dict[str, Any]]:
     """Presets, formats, solvers, transforms and layouts by name, as plain values."""
+    from qbench.formats.activation import ACTIVATIONS
     from qbench.formats.base import FORMATS, format_from_dict
     from qbench.formats.size import stored_bytes
     from qbench.presets import PRESETS
@@ -65,6 +67,7 @@ def known_methods() -> dict[str, dict[str, Any]]:
         "formats": {name: _described(FORMATS.get(name)) for name in FORMATS.names()},
         "solvers": {name: _described(SOLVERS.get(name)) for name in SOLVERS.names()},
         "transforms": {name: _described(TRANSFORMS.get(name)) for name in TRANSFORMS.names()},
+        "activations": {name: _described(ACTIVATIONS.get(name)) for name in ACTIVATIONS.names()},
         "layouts": {name: {"description": text, "fields": {}} for name, text in LAYOUT_READERS.items()},
     }
 

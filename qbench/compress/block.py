@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from qbench.calibration.hessian import InputStatistics, relative_output_error
+from qbench.compress.activations import Activations
 from qbench.compress.passes import Passes
 from qbench.compress.skeleton import BlockCall, Skeleton
 from qbench.compress.smoothing import Smoothed, Smoother
@@ -37,6 +38,7 @@ class LayerReport:
     damping: float | None
     dead_columns: int
     fallback: str | None
+    activation: dict[str, Any] | None = None
 
 
 class BlockCompression:
@@ -54,6 +56,8 @@ class BlockCompression:
                 local = name[len(self.prefix) + 1 :]
                 self.schemes[local] = scheme
                 self.linears[local] = _linear(block, local, name)
+        wanted = {name: scheme.activation for name, scheme in self.schemes.items() if scheme.activation is not None}
+        self.activations = Activations(self.prefix, wanted)
 
     def compress(
         self, hidden: list[torch.Tensor]
@@ -83,6 +87,11 @@ class BlockCompression:
                     )
                     quantized[f"{name}.weight"] = result
                     reports.append(report)
+                    largest = statistics.max_abs if statistics.tokens else None
+                    self.activations.start(name, self.linears[name], largest)
+        for name in self.activations.wanted:
+            quantized[f"{name}.weight"] = self.activations.stored(name, quantized[f"{name}.weight"])
+        reports = [self._with_activation(report, quantized) for report in reports]
         stored: dict[str, torch.Tensor | QuantizedTensor] = {}
         for name, _ in self.block.named_parameters():
             stored[f"{self.prefix}.{name}"] = quantized[name] if name in quantized else self._dense(name, smoothed)
@@ -94,6 +103,14 @@ class BlockCompression:
             hidden[i] = self.skeleton.run_block(self.block, hidden[i], call)
             if not bool(torch.isfinite(hidden[i]).all()):
                 raise QbenchError(f"{self.prefix}: its output is NaN or infinite on the calibration rows.")
+        self.activations.end()
+
+    def _with_activation(self, report: LayerReport, quantized: Mapping[str, QuantizedTensor]) -> LayerReport:
+        """`report` with what `activations` added to the layer."""
+        stored = quantized[f"{report.module[len(self.prefix) + 1 :]}.weight"]
+        if stored.activation is None:
+            return report
+        return replace(report, activation=stored.activation.to_dict(), bits_per_weight=stored.bits_per_weight)
 
     def _groups(self, traced: Trace) -> list[list[str]]:
         """The compressed linears in execution order, those that read one tensor together; unreached ones alone."""

@@ -8,13 +8,14 @@ taken after the linears before it were quantized (true sequential), because that
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from qbench.calibration.hessian import InputStatistics
+from qbench.compress.activations import Activations
 from qbench.compress.block import BlockCompression, LayerReport, plain, solve
 from qbench.compress.progress_state import ProgressState
 from qbench.compress.skeleton import Skeleton
@@ -57,7 +58,7 @@ def compress(
     device = device or torch.device("cpu")
     skeleton = Skeleton(source, device)
     depth = len(skeleton.blocks)
-    if not any(scheme.solver.uses_hessian or scheme.transform for scheme in schemes.values()):
+    if not any(_uses_every_row(scheme) for scheme in schemes.values()):
         rows = _first_tokens(rows, ERROR_TOKENS)
     batches = _batches(rows)
     state = ProgressState(folder.with_name(folder.name + ".part"), key)
@@ -112,7 +113,13 @@ def _outside_blocks(
             statistics.add(inputs)
         linear = nn.Linear(weight.shape[1], weight.shape[0], bias=head.bias is not None, device="meta")
         linear.weight = nn.Parameter(weight, requires_grad=False)
-        report, tensors["lm_head.weight"] = solve(name, None, linear, scheme, statistics)
+        report, quantized = solve(name, None, linear, scheme, statistics)
+        if scheme.activation is not None:
+            activations = Activations("", {name: scheme.activation})
+            activations.largest[name] = statistics.max_abs
+            quantized = activations.stored(name, quantized)
+            report = replace(report, activation=scheme.activation.to_dict(), bits_per_weight=quantized.bits_per_weight)
+        tensors["lm_head.weight"] = quantized
         reports.append(report)
     return tensors, reports
 
@@ -120,6 +127,12 @@ def _outside_blocks(
 def _embedding(skeleton: Skeleton) -> nn.Module:
     module: nn.Module = skeleton.model.get_input_embeddings()
     return module
+
+
+def _uses_every_row(scheme: Scheme) -> bool:
+    """Whether calibration decides anything of the result, or is only what errors are measured on."""
+    static = scheme.activation is not None and scheme.activation.static
+    return scheme.solver.uses_hessian or scheme.transform is not None or static
 
 
 def _first_tokens(rows: Sequence[Sequence[int]], tokens: int) -> list[Sequence[int]]:

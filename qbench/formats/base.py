@@ -18,6 +18,8 @@ from qbench.registry import Registry
 
 if TYPE_CHECKING:
     import torch
+
+    from qbench.formats.activation import ActivationFormat
 else:
     torch = lazy_import("torch")
 
@@ -39,6 +41,11 @@ class Format(ABC):
     def rows_share(self) -> bool:
         """Whether output rows share parameters, so that they cannot be found row by row."""
         return False
+
+    @property
+    def holds_zero(self) -> bool:
+        """Whether a weight that is exactly 0 is decoded as exactly 0, whatever its neighbours are."""
+        return True
 
     @abstractmethod
     def block_size(self, in_features: int) -> int:
@@ -89,26 +96,30 @@ class Format(ABC):
         return -(-in_features // self.block_size(in_features))
 
     def quantize(
-        self, weight: torch.Tensor, importance: torch.Tensor | None = None, fit: Fit | None = None
+        self,
+        weight: torch.Tensor,
+        importance: torch.Tensor | None = None,
+        fit: Fit | None = None,
+        shared: Params | None = None,
     ) -> QuantizedTensor:
         """Nearest codes for a ``[out, in]`` weight; a last partial block gets its own parameters.
 
         `importance` ``[in]`` >= 0 weighs the squared error of each input column, for formats that search. `fit` is a
-        solver's way of finding parameters, where it has one of its own.
+        solver's way of finding parameters, where it has one of its own. `shared` replaces the weight's own.
         """
         fit = fit or self.fit
         weight = weight.float()
         width = weight.shape[1]
         block = self.block_size(width)
-        shared = self.shared(weight)
+        shared = self.shared(weight) if shared is None else shared
         codes, params = [], []
-        for start, stop in _block_runs(width, block):
+        for start, stop in runs_of_blocks(width, block):
             n = min(block, stop - start)
             part = weight[:, start:stop].reshape(-1, n)  # [out * blocks_in_run, n]
             each = None
             if importance is not None:
                 each = importance[start:stop].expand(weight.shape[0], -1).reshape(-1, n)
-            found = fit(part, _repeated(shared, part.shape[0] // weight.shape[0]), each)
+            found = fit(part, repeated(shared, part.shape[0] // weight.shape[0]), each)
             codes.append(self.encode(part, self.spread(found, 0, n)).reshape(weight.shape[0], stop - start))
             params.append({k: v.reshape(weight.shape[0], -1) for k, v in found.items()})
         return self.pack(torch.cat(codes, 1), {k: torch.cat([p[k] for p in params], 1) for k in params[0]})
@@ -126,12 +137,12 @@ def block_absmax(columns: torch.Tensor, name: str) -> torch.Tensor:
     return absmax
 
 
-def _repeated(shared: Params, times: int) -> Params:
+def repeated(shared: Params, times: int) -> Params:
     """Parameters of rows repeated for each of their blocks; those of the whole tensor ``[1, 1]`` stay."""
     return {k: v if v.shape[0] == 1 else v.repeat_interleave(times, 0) for k, v in shared.items()}
 
 
-def _block_runs(width: int, block: int) -> list[tuple[int, int]]:
+def runs_of_blocks(width: int, block: int) -> list[tuple[int, int]]:
     """The whole blocks as one run, then the partial one, so that each run can be reshaped."""
     whole = width // block * block
     return [run for run in ((0, whole), (whole, width)) if run[0] < run[1]]
@@ -139,11 +150,16 @@ def _block_runs(width: int, block: int) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class QuantizedTensor:
-    """A weight in a format: `shape` is the logical ``[out, in]``; `parts` are its stored tensors."""
+    """A weight in a format: `shape` is the logical ``[out, in]``; `parts` are its stored tensors.
+
+    `activation` says how the linear's input is rounded when it runs (None: it is not); a static scale is the part
+    ``input_scale``.
+    """
 
     format: Format
     shape: tuple[int, int]
     parts: Params
+    activation: ActivationFormat | None = None
 
     def dequantize(self) -> torch.Tensor:
         """The float32 ``[out, in]`` weight that the stored parts stand for."""

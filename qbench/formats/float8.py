@@ -29,19 +29,20 @@ def float8_codes(values: torch.Tensor, element: Element) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class FP8(Format):
-    """Codes of `element` with a scale (absmax over the largest value) for the tensor, each row, or 128 x 128 tile."""
+    """Codes of `element` with a scale (absmax over the largest value) for the tensor, each row, 128 columns of a row
+    (`group`), or 128 x 128 tile (`block`)."""
 
     name: ClassVar[str] = "fp8"
 
-    granularity: Literal["tensor", "channel", "block"] = "channel"
+    granularity: Literal["tensor", "channel", "group", "block"] = "channel"
     element: Element = "e4m3"
 
     @property
     def rows_share(self) -> bool:
-        return self.granularity != "channel"
+        return self.granularity in ("tensor", "block")
 
     def block_size(self, in_features: int) -> int:
-        return TILE if self.granularity == "block" else in_features
+        return TILE if self.granularity in ("group", "block") else in_features
 
     def shared(self, weight: torch.Tensor) -> Params:
         """Each row's number, by which `fit` knows the rows of a tile."""
@@ -67,7 +68,7 @@ class FP8(Format):
         return codes.float() * params["scale"]
 
     def pack(self, codes: torch.Tensor, params: Params, g_idx: torch.Tensor | None = None) -> QuantizedTensor:
-        step = {"tensor": codes.shape[0], "channel": 1, "block": TILE}[self.granularity]
+        step = {"tensor": codes.shape[0], "channel": 1, "group": 1, "block": TILE}[self.granularity]
         parts = {"codes": codes, "scale": params["scale"][::step].contiguous()}
         if g_idx is not None:
             parts["g_idx"] = g_idx.to(torch.int32)

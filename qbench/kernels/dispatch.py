@@ -7,25 +7,52 @@
 | NF4, FP4, MXFP4, NVFP4 | any | `<format>_dequant_<dtype>` |
 | FP8, MXFP8 | any | `<format>_dequant_f32` |
 | anything else | any | `reference` |
+
+A weight whose input is rounded (`QuantizedTensor.activation`) has an integer product where both sides are 8-bit
+integers without groups (`int8_<activation>_i32`, see `int8`). Elsewhere the rounded input is decoded again and
+multiplied with the kernel above, whose name then ends in ``+`` and the activation format's.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
 from qbench.errors import QbenchError
+from qbench.formats.activation import INPUT_SCALE, ActivationFormat
 from qbench.formats.base import QuantizedTensor
 from qbench.formats.float8 import FP8
 from qbench.formats.fourbit import FourBit
 from qbench.formats.mx import MXFP8
-from qbench.kernels import codebook, reference
+from qbench.kernels import codebook, int8, reference
 from qbench.kernels.cpu import bags
 from qbench.kernels.cpu.bags import BagWeight
+from qbench.kernels.int8 import Int8Weight
 
-Weight = torch.Tensor | QuantizedTensor | BagWeight
+DirectWeight = torch.Tensor | QuantizedTensor | BagWeight | Int8Weight
+
+
+@dataclass(frozen=True)
+class RoundedInput:
+    """A weight whose input is rounded before the product."""
+
+    weight: DirectWeight
+    activation: ActivationFormat
+    input_scale: torch.Tensor | None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.weight.shape[0], self.weight.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes + (0 if self.input_scale is None else self.input_scale.nbytes)
+
+
+Weight = DirectWeight | RoundedInput
 
 _SHORT = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 
@@ -39,6 +66,14 @@ def prepare(weight: torch.Tensor | QuantizedTensor, dtype: torch.dtype, device: 
     if isinstance(weight, torch.Tensor):
         moved = weight.to(device, dtype)
         return moved.t().contiguous().t() if device.type == "cpu" else moved
+    if weight.activation is not None:
+        if int8.supports(weight, device):
+            return Int8Weight.repack(weight, device)
+        scale = weight.parts.get(INPUT_SCALE)
+        parts = {key: part for key, part in weight.parts.items() if key != INPUT_SCALE}
+        inner = prepare(QuantizedTensor(weight.format, weight.shape, parts), dtype, device)
+        assert not isinstance(inner, RoundedInput)
+        return RoundedInput(inner, weight.activation, None if scale is None else scale.to(device))
     if device.type == "cpu" and bags.supports(weight):
         return BagWeight.repack(weight)
     if isinstance(weight.format, FP8 | MXFP8) and codebook.has_nan(weight.parts["codes"]):
@@ -50,11 +85,18 @@ def linear(
     x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None, ran: Counter[str] | None = None
 ) -> torch.Tensor:
     """``x @ weight.T + bias``: `x` ``[n, in]``, result ``[n, out]`` in the dtype of `x`; counts the kernel in `ran`."""
+    suffix = ""
+    if isinstance(weight, RoundedInput):
+        suffix = f"+{weight.activation.name}"
+        x, weight = weight.activation.round(x, weight.input_scale), weight.weight
     if isinstance(weight, torch.Tensor):
         name = f"dense_{_SHORT[x.dtype]}"
         y = F.linear(x, weight, bias)
     elif isinstance(weight, BagWeight):
         name = f"int{weight.bits}_{'bag' if weight.uses_bags(x) else 'dequant'}_f32"
+        y = weight.linear(x, bias)
+    elif isinstance(weight, Int8Weight):
+        name = f"int8_{weight.activation.name}_i32"
         y = weight.linear(x, bias)
     elif isinstance(weight.format, FourBit):
         name = f"{weight.format.name}_dequant_{_SHORT[x.dtype]}"
@@ -66,5 +108,5 @@ def linear(
         name = "reference"
         y = reference.linear(x, weight, bias)
     if ran is not None:
-        ran[name] += 1
+        ran[name + suffix] += 1
     return y

@@ -5,6 +5,8 @@ A folder with the source's ``config.json`` and side files, safetensors shards wi
     {"version": 1, "source": {...}, "quantized": {"model.layers.0.mlp.up_proj.weight":
         {"format": {"name": "int", ...}, "shape": [1536, 576], "parts": ["codes", "scale"]}}}
 
+An entry whose linear's input is rounded as well has an ``"activation": {"name": "int8", ...}``.
+
 A part of a quantized tensor is stored under the tensor's name, a dot, and the part's name. ``qbench.json`` is written
 last: a folder without it is not a model.
 """
@@ -21,6 +23,7 @@ from typing import Any
 import torch
 
 from qbench.errors import QbenchError
+from qbench.formats.activation import activation_from_dict
 from qbench.formats.base import QuantizedTensor, format_from_dict
 from qbench.models.huggingface import open_huggingface
 from qbench.models.safetensors_writer import write_safetensors
@@ -78,7 +81,8 @@ class CompressedModel(ModelSource):
             assert isinstance(loaded, torch.Tensor)
             parts[part] = loaded
         rows, columns = entry["shape"]
-        return QuantizedTensor(format_from_dict(entry["format"]), (rows, columns), parts)
+        activation = activation_from_dict(entry["activation"]) if "activation" in entry else None
+        return QuantizedTensor(format_from_dict(entry["format"]), (rows, columns), parts, activation)
 
     def write_side_files(self, folder: Path) -> list[str]:
         return self._stored.write_side_files(folder)
@@ -110,6 +114,8 @@ class CompressedWriter:
             if isinstance(tensor, QuantizedTensor):
                 plain |= {f"{name}.{part}": value for part, value in tensor.parts.items()}
                 entry = {"format": tensor.format.to_dict(), "shape": list(tensor.shape), "parts": sorted(tensor.parts)}
+                if tensor.activation is not None:
+                    entry["activation"] = tensor.activation.to_dict()
                 quantized[name] = entry
             else:
                 plain[name] = tensor

@@ -95,7 +95,7 @@ class RunInfo(BaseModel):
         preset = said.get("preset")
         fields = [
             f"{key.replace('_', ' ')} {value}"
-            for axis in ("transform", "format", "solver")
+            for axis in ("transform", "format", "solver", "activation")
             for key, value in said.get(axis, {}).items()
             if (key, value) != ("name", preset)
         ]
