@@ -205,6 +205,10 @@ class _Affine(_Nibbles):
 
     head: ClassVar[tuple[str, ...]] = ("scale", "minimum")
 
+    @property
+    def holds_zero(self) -> bool:
+        return False
+
     def search(self, x: torch.Tensor, importance: torch.Tensor | None, shared: Params) -> Params:
         top = (1 << self.bits) - 1
         if importance is None:

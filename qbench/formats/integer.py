@@ -74,6 +74,10 @@ class Integer(Format):
     def rows_share(self) -> bool:
         return self.granularity == "tensor"
 
+    @property
+    def holds_zero(self) -> bool:
+        return not self.float_zero_point
+
     def block_size(self, in_features: int) -> int:
         return self.group_size if self.group_size is not None else in_features
 

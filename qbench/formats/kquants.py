@@ -92,6 +92,10 @@ class _Affine(_KQuant):
     sigma_factor: ClassVar[float] = 2.0
 
     @property
+    def holds_zero(self) -> bool:
+        return False
+
+    @property
     def top(self) -> int:
         return (1 << self.bits) - 1
 

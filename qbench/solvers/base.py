@@ -6,7 +6,8 @@ from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from qbench.formats.base import Format, QuantizedTensor
+from qbench.errors import QbenchError
+from qbench.formats.base import Format, Params, QuantizedTensor
 from qbench.registry import Registry
 
 if TYPE_CHECKING:
@@ -38,15 +39,38 @@ class Solver(ABC):
         return None
 
     @abstractmethod
-    def solve(self, weight: torch.Tensor, format: Format, hessian: torch.Tensor | None) -> Solution:
+    def solve(
+        self,
+        weight: torch.Tensor,
+        format: Format,
+        hessian: torch.Tensor | None,
+        *,
+        shared: Params | None = None,
+        mask: torch.Tensor | None = None,
+    ) -> Solution:
         """Codes for a float32 `weight` ``[out, in]``.
 
         `hessian` is ``[in, in]`` float32, the mean of ``x x^T`` over calibration tokens; None unless `uses_hessian`.
+        `shared` replaces ``format.shared(weight)``, for weights that must have it in common. Where the bool `mask`
+        ``[out, in]`` is False the decoded weight is exactly 0. Raises `QbenchError` when `format` has no exact zero.
         """
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for YAML and JSON: ``{"name": ..., **fields}``."""
         return {"name": self.name, **asdict(self)}  # type: ignore[call-overload]
+
+
+def masked(weight: torch.Tensor, format: Format, mask: torch.Tensor | None) -> torch.Tensor:
+    """`weight` with 0 where `mask` is False. Raises `QbenchError` when `format` cannot hold the zeros."""
+    if mask is None:
+        return weight
+    if not format.holds_zero:
+        raise QbenchError(
+            f"{format} has no exact zero, so pruned weights would come back; allowed: formats that are symmetric or "
+            "have an integer zero point (int with zero_point_dtype uint8, nf4, fp4, fp8, mxfp4, mxfp8, nvfp4, "
+            "q4_0, q5_0, q8_0, q3_k, q6_k)."
+        )
+    return weight.masked_fill(~mask, 0)
 
 
 SOLVERS = Registry(

@@ -29,7 +29,7 @@ from qbench.errors import QbenchError
 from qbench.formats.base import Format, Params
 from qbench.lazy import lazy_import
 from qbench.solvers import search
-from qbench.solvers.base import Solution, Solver
+from qbench.solvers.base import Solution, Solver, masked
 from qbench.solvers.search import Search
 
 if TYPE_CHECKING:
@@ -69,21 +69,31 @@ class GPTQ(Solver):
                    "allowed: none, static."  # fmt: skip
         return search.refusal(self.search, format)
 
-    def solve(self, weight: torch.Tensor, format: Format, hessian: torch.Tensor | None) -> Solution:
+    def solve(
+        self,
+        weight: torch.Tensor,
+        format: Format,
+        hessian: torch.Tensor | None,
+        *,
+        shared: Params | None = None,
+        mask: torch.Tensor | None = None,
+    ) -> Solution:
         assert hessian is not None, "GPTQ needs the Hessian of the layer's inputs"
         diagonal = hessian.diagonal()
         dead = diagonal == 0
         diagonal = diagonal.masked_fill(dead, 1)
         weight = weight.masked_fill(dead, 0)
+        kept = masked(weight, format, mask)
         order = torch.arange(len(diagonal), device=weight.device)
         if self.act_order != "none":
             order = torch.argsort(diagonal, descending=True, stable=True)
         factor, damping = self._factor(hessian, diagonal, order.flip(0))
         if factor is None:
-            quantized = format.quantize(weight, fit=search.fit_of(self.search, format))
+            quantized = format.quantize(kept, fit=search.fit_of(self.search, format), shared=shared)
             why = f"Hessian not positive definite with damping up to {damping:.3g}"
             return Solution(quantized, damping, int(dead.sum()), fallback=why)
-        groups = _Groups(self, format, weight, order)
+        keep = None if mask is None else mask.T[order.flip(0)]
+        groups = _Groups(self, format, kept, order, shared, keep)
         rest = weight.T.contiguous()[order.flip(0)]
         codes = _round_columns(rest, factor, format, groups)
         inverse = torch.argsort(order)
@@ -113,16 +123,28 @@ class GPTQ(Solver):
 
 
 class _Groups:
-    """The parameters of each group of columns; fitted beforehand, or when the group is reached (`refit`)."""
+    """The parameters of each group of columns; fitted beforehand, or when the group is reached (`refit`).
 
-    def __init__(self, solver: GPTQ, format: Format, weight: torch.Tensor, order: torch.Tensor) -> None:
+    `keep` ``[in, out]``, False for weights that become 0, has its rows last to first like all of ``[in, ...]`` here.
+    """
+
+    def __init__(
+        self,
+        solver: GPTQ,
+        format: Format,
+        weight: torch.Tensor,
+        order: torch.Tensor,
+        shared: Params | None,
+        keep: torch.Tensor | None,
+    ) -> None:
         width = weight.shape[1]
+        self.keep = keep
         self.format = format
         self.fit = search.fit_of(solver.search, format)
         self.size = format.block_size(width)
         self.count = -(-width // self.size)
         self.refit = solver.act_order != "static" and self.count > 1
-        self.shared = format.shared(weight)
+        self.shared = format.shared(weight) if shared is None else shared
         self.fitted: list[Params] = []
         columns = range(width) if self.refit else order.tolist()
         self.group_of = [column // self.size for column in columns]  # by position in the order of solving
@@ -134,7 +156,11 @@ class _Groups:
         """Parameters of the column at `position`; `upcoming` ``[n, out]`` are the batch's weights up to there."""
         group = self.group_of[position]
         if self.refit and group == len(self.fitted):
-            self.fitted.append(self.fit(upcoming[-self.size :].flip(0).T, self.shared, None))
+            columns = upcoming[-self.size :]
+            if self.keep is not None:
+                last = len(self.keep) - position
+                columns = columns * self.keep[last - len(columns) : last]
+            self.fitted.append(self.fit(columns.flip(0).T, self.shared, None))
         offset = self.offset_of[position]
         return self.format.spread(self.fitted[group], offset, offset + 1)
 
@@ -174,11 +200,13 @@ def _round_run(
     errors. Row i of `steps` is what one unit of column i's error, over ``steps[i, i]``, takes from the rows before it.
     """
     begin, end = run.start, run.stop
+    keep = None if groups.keep is None else groups.keep[-done - len(batch) :]
     codes = []
     errors = torch.empty_like(corrected[begin:end])
     for i in reversed(run):
         params = groups.at(done + len(batch) - 1 - i, corrected[: i + 1])
-        code = format.encode(corrected[i].unsqueeze(1), params)
+        column = corrected[i] if keep is None else corrected[i] * keep[i]
+        code = format.encode(column.unsqueeze(1), params)
         codes.append(code.squeeze(1))
         decoded = format.decode(code, params).squeeze(1)
         batch[i] -= decoded

@@ -16,7 +16,7 @@ from qbench.errors import QbenchError
 from qbench.formats.base import Format, Params
 from qbench.formats.integer import Integer
 from qbench.lazy import lazy_import
-from qbench.solvers.base import Solution, Solver
+from qbench.solvers.base import Solution, Solver, masked
 
 if TYPE_CHECKING:
     import torch
@@ -55,7 +55,15 @@ class HQQ(Solver):
             "symmetric false, zero_point_dtype float16 or float32, granularity channel or group."
         )
 
-    def solve(self, weight: torch.Tensor, format: Format, hessian: torch.Tensor | None) -> Solution:
+    def solve(
+        self,
+        weight: torch.Tensor,
+        format: Format,
+        hessian: torch.Tensor | None,
+        *,
+        shared: Params | None = None,
+        mask: torch.Tensor | None = None,
+    ) -> Solution:
         assert isinstance(format, Integer)
 
         def fit(columns: torch.Tensor, shared: Params, importance: torch.Tensor | None) -> Params:
@@ -63,7 +71,7 @@ class HQQ(Solver):
             zero = self._zero_points(columns, params, format)
             return {**params, "zero_point": format.rounded_zero_point(zero)}
 
-        return Solution(format.quantize(weight, fit=fit))
+        return Solution(format.quantize(masked(weight, format, mask), fit=fit, shared=shared))
 
     def _zero_points(self, weight: torch.Tensor, params: Params, format: Integer) -> torch.Tensor:
         """Zero points ``[groups, 1]`` of `weight` ``[groups, n]``."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from qbench.formats.base import Format
+from qbench.formats.base import Format, Params
 from qbench.solvers import search
-from qbench.solvers.base import Solution, Solver
+from qbench.solvers.base import Solution, Solver, masked
 from qbench.solvers.search import Search
 
 if TYPE_CHECKING:
@@ -34,6 +34,15 @@ class Nearest(Solver):
     def refusal(self, format: Format) -> str | None:
         return search.refusal(self.search, format)
 
-    def solve(self, weight: torch.Tensor, format: Format, hessian: torch.Tensor | None) -> Solution:
+    def solve(
+        self,
+        weight: torch.Tensor,
+        format: Format,
+        hessian: torch.Tensor | None,
+        *,
+        shared: Params | None = None,
+        mask: torch.Tensor | None = None,
+    ) -> Solution:
         importance = hessian.diagonal() if hessian is not None else None
-        return Solution(format.quantize(weight, importance, search.fit_of(self.search, format)))
+        weight = masked(weight, format, mask)
+        return Solution(format.quantize(weight, importance, search.fit_of(self.search, format), shared))

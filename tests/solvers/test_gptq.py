@@ -25,25 +25,29 @@ def layer(out: int = 24, width: int = 160, seed: int = 0) -> tuple[torch.Tensor,
     return torch.randn(out, width, generator=generator), inputs.T @ inputs / len(inputs)
 
 
-def by_elimination(weight: torch.Tensor, hessian: torch.Tensor, format: Format, act_order: str) -> torch.Tensor:
-    """The decoded weight, float64."""
+def by_elimination(
+    weight: torch.Tensor, hessian: torch.Tensor, format: Format, act_order: str, mask: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The decoded weight, float64; 0 where `mask` is False."""
+    mask = torch.ones_like(weight) if mask is None else mask.float()
     weight, hessian = weight.double(), hessian.double()
     width, size = weight.shape[1], format.block_size(weight.shape[1])
     order = torch.arange(width)
     if act_order != "none":
         order = hessian.diagonal().argsort(descending=True, stable=True)
-    shared = format.shared(weight.float())
-    static = [format.fit(weight[:, i : i + size].float(), shared) for i in range(0, width, size)]
+    shared = format.shared(weight.float() * mask)
+    static = [format.fit((weight * mask)[:, i : i + size].float(), shared) for i in range(0, width, size)]
     hessian = hessian + 0.01 * hessian.diagonal().mean() * torch.eye(width, dtype=torch.float64)
-    weight, inverse = weight[:, order].clone(), torch.linalg.inv(hessian[order][:, order])
+    weight, mask, inverse = weight[:, order], mask[:, order], torch.linalg.inv(hessian[order][:, order])
     decoded = torch.zeros_like(weight)
     for i in range(width):
         if act_order == "static" or size >= width:
             params = static[int(order[i]) // size]
         elif i % size == 0:
-            params = format.fit(weight[:, i : i + size].float(), shared)
+            params = format.fit((weight * mask)[:, i : i + size].float(), shared)
         column = weight[:, i : i + 1]
-        decoded[:, i : i + 1] = format.decode(format.encode(column.float(), params), params)
+        codes = format.encode((column * mask[:, i : i + 1]).float(), params)
+        decoded[:, i : i + 1] = format.decode(codes, params)
         error = (column - decoded[:, i : i + 1]) / inverse[i, i]
         weight -= error @ inverse[i : i + 1]
         inverse = inverse - torch.outer(inverse[:, i], inverse[i]) / inverse[i, i]
