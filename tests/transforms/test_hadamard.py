@@ -24,6 +24,7 @@ from qbench.scheme import Scheme
 from qbench.solvers.nearest import Nearest
 from qbench.transforms.awq import AWQ
 from qbench.transforms.hadamard import Rotated, rotated
+from tests import families
 from tests.compress.test_engine import token_rows
 from tests.models.test_offgrid import FAMILIES, logits
 from tests.tiny import byte_tokenizer, make_tiny_llama
@@ -65,6 +66,41 @@ def test_logits_stay_the_same(tmp_path: Path, family: str) -> None:
     for name in source.tensors:
         kept = "q_norm" in name or "k_norm" in name or name.endswith(KEPT_BIASES)
         assert torch.equal(source.load(name), moved.load(name)) is kept, name  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("family", families.FAMILIES)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-4)], ids=str)
+def test_logits_of_every_family_stay_the_same(
+    tmp_path: Path, family: str, dtype: torch.dtype, tolerance: float
+) -> None:
+    """96 = 32 * 3 channels; heads of 24 = 8 * 3."""
+    source = open_model(families.make_family(tmp_path, family, 96, dtype=dtype))
+    moved = Rotated(source, seed=1)
+    tokens = torch.tensor(token_rows(2, 20))
+    reference, changed = (families.logits(model, tokens, dtype) for model in (source, moved))
+    assert (changed - reference).abs().max() < tolerance * reference.abs().max()
+
+
+def test_what_cannot_be_rotated_is_told(tmp_path: Path) -> None:
+    """A norm of each branch's output stands between the linears and the residual stream of Gemma 3."""
+    source = open_model(families.make_family(tmp_path, "gemma3_text"))
+    moved = Rotated(source, seed=1)
+    changed = {name for name in source.tensors if not torch.equal(source.load(name), moved.load(name))}
+    assert {name.split(".", 3)[-1] for name in changed} == {"self_attn.v_proj.weight", "self_attn.o_proj.weight"}
+    assert "lm_head.weight" not in moved.tensors
+    assert moved.config["tie_word_embeddings"] is True
+    assert len(moved.kept) == 1
+    assert "the residual stream is not" in moved.kept[0]
+    assert Rotated(open_model(families.make_family(tmp_path / "llama", "llama")), seed=1).kept == []
+
+
+def test_fused_projections_experts_and_routers_are_rotated(tmp_path: Path) -> None:
+    for family in ("phi3", "mixtral"):
+        source = open_model(families.make_family(tmp_path / family, family))
+        moved = Rotated(source, seed=1)
+        assert all(not torch.equal(source.load(name), moved.load(name)) for name in source.tensors)  # type: ignore[arg-type]
+        norms = [moved.load(name) for name in source.tensors if "norm" in name]
+        assert all(bool((norm == 1).all()) for norm in norms)  # type: ignore[union-attr]
 
 
 def test_logits_in_float32(tiny_llama: Path) -> None:

@@ -1,0 +1,143 @@
+"""Tiny random models of every model family that compression is tested on, by transformers' own code.
+
+Some channels of every norm, value and inner projection are much louder than the others, as in trained models, so that
+transforms have something to do.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from qbench.formats.base import QuantizedTensor
+from qbench.models.source import ModelSource
+from tests.tiny import byte_tokenizer
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": 8},
+    "qwen2": {},  # biases on q, k and v
+    "qwen3": {},  # norms on queries and keys
+    "gemma3_text": {  # norms times 1 + weight, before and after attention and MLP; embeddings times sqrt(hidden)
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "tie_word_embeddings": True,
+    },
+    "phi3": {},  # q, k and v in one linear; gate and up in one
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+}
+LOUD = ("up_proj", "v_proj", "qkv_proj", "gate_up_proj")
+
+
+def family_config(family: str, width: int = 64, **overrides: Any) -> Any:
+    """Two blocks, hidden size `width`, four query and two key-value heads, every width a multiple of 32.
+
+    With 256 every linear has a multiple of 256 inputs, as K-quants ask for.
+    """
+    fields: dict[str, Any] = {
+        "vocab_size": 300,
+        "hidden_size": width,
+        "intermediate_size": max(128, width),
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": width // 4,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 2,
+    }
+    return AutoConfig.for_model(family, **(fields | FAMILIES[family] | overrides))
+
+
+def random_model(family: str, width: int = 64, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
+    """A float32 model in evaluation mode, the same in every call."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(family_config(family, width, **overrides), dtype=torch.float32).eval()
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            plus_one = 0.0 if "gemma" in family else 1.0
+            parameter.data = plus_one + 0.3 * torch.randn_like(parameter)
+            if "layernorm" in name:
+                parameter.data[::13] += 6
+        elif name.endswith("bias"):
+            parameter.data = 0.3 * torch.randn_like(parameter)
+        elif "embed" in name:
+            parameter.data = torch.randn_like(parameter) / (width**0.5 if "gemma" in family else 1)
+        else:
+            parameter.data = torch.randn_like(parameter) / parameter.shape[-1] ** 0.5
+            if any(part in name for part in LOUD):
+                parameter.data[..., ::11, :] *= 5
+    return model
+
+
+def make_family(folder: Path, family: str, width: int = 64, *, dtype: torch.dtype = torch.float32, **kw: Any) -> Path:
+    """Writes `random_model` in Hugging Face layout, with a tokenizer, to `folder` and returns it."""
+    random_model(family, width, **kw).to(dtype).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def decoded(source: ModelSource) -> dict[str, torch.Tensor]:
+    """All tensors of a model, in float."""
+    loaded = {name: source.load(name) for name in source.tensors}
+    return {n: t.dequantize() if isinstance(t, QuantizedTensor) else t for n, t in loaded.items()}
+
+
+@torch.no_grad()
+def logits(source: ModelSource, ids: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """What transformers' model puts out with the tensors of `source`, computed in `dtype` (norms too)."""
+    model = _model(json.dumps(source.config, sort_keys=True), dtype)
+    weights = _fused({name: tensor.to(dtype) for name, tensor in decoded(source).items()})
+    if "lm_head.weight" not in weights:
+        assert source.config["tie_word_embeddings"]
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    model.load_state_dict(weights, assign=True)
+    result: torch.Tensor = model(input_ids=ids).logits
+    return result
+
+
+@cache
+def _model(config: str, dtype: torch.dtype) -> PreTrainedModel:
+    settings = AutoConfig.for_model(**json.loads(config))
+    settings._experts_implementation = "eager"  # the default has no float64
+    model = AutoModelForCausalLM.from_config(settings, dtype=torch.float32).eval()
+    for name, module in list(model.named_modules()):
+        if dtype == torch.float64 and type(module).__name__.endswith("RMSNorm"):
+            model.set_submodule(name, _DoubleNorm(module))
+    return model
+
+
+class _DoubleNorm(torch.nn.Module):
+    """Transformers' norms compute in float32; this one does not."""
+
+    def __init__(self, norm: torch.nn.Module) -> None:
+        super().__init__()
+        self.weight = norm.weight
+        self.gemma = hasattr(norm, "eps")
+        self.eps = norm.eps if self.gemma else norm.variance_epsilon
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.rms_norm(x, x.shape[-1:], self.weight + self.gemma, self.eps)
+
+
+def _fused(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Mixtral's experts one by one, as files hold them, to the two stacks of transformers' code."""
+    fused, experts = {}, {}
+    for name, tensor in weights.items():
+        path, expert, key = name.replace("block_sparse_moe", "mlp").partition(".experts.")
+        if not expert:
+            fused[path] = tensor
+            continue
+        index, projection, _ = key.split(".")
+        experts.setdefault(f"{path}.experts", {}).setdefault(projection, {})[int(index)] = tensor
+    for path, found in experts.items():
+        w1, w2, w3 = (torch.stack([found[key][i] for i in range(len(found[key]))]) for key in ("w1", "w2", "w3"))
+        fused |= {f"{path}.gate_up_proj": torch.cat([w1, w3], 1), f"{path}.down_proj": w2}
+    return fused
