@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hashlib
+import json
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from qbench.calibration.data import TextData, load_data
-from qbench.calibration.rows import packed_rows, token_stream
+from qbench.calibration.data import SELF_GENERATED, TextData, load_data
+from qbench.calibration.rows import token_rows, token_stream
 from qbench.models.source import ModelSource, open_model
-from qbench.recipe import Recipe, Rows
+from qbench.recipe import Recipe
+from qbench.recipe_data import Calibration, Rows
 
 if TYPE_CHECKING:
     from qbench.evaluate.windows import Window
@@ -23,12 +26,45 @@ def reference_source(recipe: Recipe) -> ModelSource:
     return OffGrid(source, recipe.seed) if recipe.model.off_grid else source
 
 
+@dataclass(frozen=True)
+class CalibrationRows:
+    """Token rows, what they are cut from, and the hash of that text (of the ids, where there was no text)."""
+
+    wanted: Calibration
+    token_ids: list[list[int]]
+    sha256: str
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, self.token_ids))
+
+    def facts(self) -> dict[str, Any]:
+        """Where the rows come from, in plain values."""
+        wanted = self.wanted
+        found: dict[str, Any] = {"data": wanted.data, "split": wanted.split, "column": wanted.column}
+        found["sha256"] = self.sha256
+        if wanted.data == SELF_GENERATED:
+            found["sampling"] = wanted.sampling.model_dump()
+        found |= {"packing": wanted.packing, "seq_len": wanted.seq_len, "imatrix": wanted.imatrix}
+        return {key: value for key, value in found.items() if value is not None} | {
+            "rows": len(self.token_ids),
+            "tokens": self.tokens,
+        }
+
+    def provenance(self) -> dict[str, Any]:
+        """What a result says of the rows it was calibrated on."""
+        facts = self.facts()
+        del facts["sha256"]
+        return {"data": facts.pop("data"), "data_hash": self.sha256, "calibration": facts}
+
+
 @dataclass
 class Inputs:
     """Token ids of a recipe's calibration and evaluation text, made when first asked for."""
 
     recipe: Recipe
     source: ModelSource
+    _calibrations: dict[str, CalibrationRows] = field(default_factory=dict)
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -36,14 +72,24 @@ class Inputs:
 
         return load_tokenizer(self.source)
 
-    @cached_property
-    def calibration(self) -> TextData:
-        return load_data(self.recipe.calibration.data, self.recipe.calibration.split)
+    def calibration(self, wanted: Calibration | None = None) -> CalibrationRows:
+        """The rows that are `wanted` (the recipe's own, unless a variant has others)."""
+        wanted = wanted or self.recipe.calibration
+        key = wanted.model_dump_json(exclude={"imatrix"})
+        if key not in self._calibrations:
+            self._calibrations[key] = self._calibrate(wanted)
+        found = self._calibrations[key]
+        return CalibrationRows(wanted, found.token_ids, found.sha256)
 
-    @cached_property
-    def calibration_rows(self) -> list[list[int]]:
-        wanted = self.recipe.calibration
-        return packed_rows(self.calibration, self.tokenizer, wanted.rows, wanted.seq_len)
+    def _calibrate(self, wanted: Calibration) -> CalibrationRows:
+        if wanted.data == SELF_GENERATED:
+            from qbench.self_generated import generated_rows
+
+            rows = generated_rows(self.source, self.tokenizer, wanted, self.recipe.seed, self.recipe.model)
+            return CalibrationRows(wanted, rows, hashlib.sha256(json.dumps(rows).encode()).hexdigest())
+        text = load_data(wanted.data, wanted.split, wanted.column)
+        rows = token_rows(text, self.tokenizer, wanted.rows, wanted.seq_len, wanted.packing)
+        return CalibrationRows(wanted, rows, text.sha256)
 
     @property
     def held_out(self) -> Rows:
@@ -52,7 +98,7 @@ class Inputs:
 
     @cached_property
     def evaluation(self) -> TextData:
-        return load_data(self.held_out.data, self.held_out.split)
+        return load_data(self.held_out.data, self.held_out.split, self.held_out.column)
 
     @cached_property
     def evaluation_tokens(self) -> list[int]:
@@ -74,16 +120,23 @@ class Inputs:
         wanted = self.recipe.evaluate
         return windows(self.evaluation_tokens, wanted.seq_len, bos=self.bos)[: wanted.rows]
 
-    def warnings(self) -> list[str]:
+    def warnings(self, variants: list[str]) -> list[str]:
         """Where the text gives less than the recipe asks for. Raises `QbenchError` where it gives too little to run."""
         from qbench.benchmark.closed_loop import Workload
 
         if (load := self.recipe.benchmark) is not None:
             Workload(load.requests, load.prompt_tokens, load.output_tokens).prompts(self.evaluation_tokens, 1)
-        found = []
-        wanted = self.recipe.calibration
-        tokens = sum(map(len, self.calibration_rows))
-        if tokens < wanted.rows * wanted.seq_len:
+        found: list[str] = []
+        for wanted in (self.recipe.calibration_of(name) for name in variants):
+            found += [warning for warning in self._calibration_warnings(wanted) if warning not in found]
+        if self.recipe.evaluate is not None and len(self.windows) < self.recipe.evaluate.rows:
+            asked = self.recipe.evaluate.rows
+            found.append(f"evaluate: the text gives {len(self.windows)} windows; {asked} were asked for.")
+        return found
+
+    def _calibration_warnings(self, wanted: Calibration) -> list[str]:
+        found, tokens = [], self.calibration(wanted).tokens
+        if wanted.packing == "packed" and tokens < wanted.rows * wanted.seq_len:
             found.append(
                 f"calibration: {wanted.data} gives {tokens} tokens; {wanted.rows} rows of {wanted.seq_len} were asked "
                 "for. All of it is used."
@@ -91,7 +144,4 @@ class Inputs:
         hidden = int(self.source.config.get("hidden_size", 0))
         if tokens < hidden:
             found.append(f"calibration: {tokens} tokens are few for layers of {hidden} inputs; expect a weak result.")
-        if self.recipe.evaluate is not None and len(self.windows) < self.recipe.evaluate.rows:
-            asked = self.recipe.evaluate.rows
-            found.append(f"evaluate: the text gives {len(self.windows)} windows; {asked} were asked for.")
         return found

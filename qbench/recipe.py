@@ -13,12 +13,11 @@ from collections.abc import Iterable
 from dataclasses import asdict, is_dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
     BaseModel,
-    ConfigDict,
     Field,
     ValidationError,
     ValidationInfo,
@@ -32,6 +31,7 @@ from qbench.formats.activation import ACTIVATIONS
 from qbench.formats.base import FORMATS
 from qbench.models.pre_tokenizers import PRE_TOKENIZERS
 from qbench.presets import PRESETS, build_axis
+from qbench.recipe_data import Calibration, Count, Evaluate, Section, differ
 from qbench.recipe_schema import open_fields
 from qbench.registry import Registry, nearest
 from qbench.resources import data_dir
@@ -41,7 +41,6 @@ from qbench.transforms.base import TRANSFORMS
 from qbench.transforms.prune import PRUNERS
 from qbench.yaml_tree import read_extended, set_value
 
-Count = Annotated[int, Field(ge=1, strict=True)]
 DEVICES = re.compile(r"con|prn|aux|nul|(com|lpt)\d", re.IGNORECASE)  # what Windows allows no file to be called
 
 
@@ -74,19 +73,7 @@ def _not_reference(name: str) -> str:
     return name
 
 
-def _differ(values: list[Any]) -> list[Any]:
-    if len(set(values)) < len(values):
-        raise ValueError(f"found {values!r}, where a value is given twice")
-    return values
-
-
 VariantName = Annotated[Name, AfterValidator(_not_reference)]
-
-
-class Section(BaseModel):
-    """A part of a recipe: unknown keys are refused, values are not changed once read."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
 
 class Model(Section):
@@ -105,49 +92,13 @@ class Model(Section):
     device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N.")
 
 
-class Rows(Section):
-    """Token rows cut from a text."""
-
-    data: str = Field(default="wiki-paragraphs", description="A set in calib_data/ by name, or a .txt or .jsonl file.")
-    split: str | None = Field(default=None, description="Part of a named set; a file has none.")
-    rows: Count = Field(default=32, description="Number of rows.")
-    seq_len: Annotated[int, Field(ge=2, strict=True)] = Field(default=512, description="Tokens a row.")
-
-    default_split: ClassVar[str]
-
-    @field_validator("split", mode="after")
-    @classmethod
-    def _default_split(cls, split: str | None, info: ValidationInfo) -> str | None:
-        named = not str(info.data.get("data")).endswith((".txt", ".jsonl"))
-        return cls.default_split if split is None and named else split
-
-
-class Calibration(Rows):
-    """The rows from which activation statistics are collected."""
-
-    default_split: ClassVar[str] = "calibration"
-
-
-class Evaluate(Rows):
-    """Quality, measured on rows that calibration has not seen."""
-
-    default_split: ClassVar[str] = "held-out"
-
-    rows: Count = Field(default=16, description="Number of rows.")
-    metrics: Annotated[list[Literal["perplexity", "divergence"]], AfterValidator(_differ)] = Field(
-        default=["perplexity", "divergence"],
-        min_length=1,
-        description="divergence: KL(reference || variant) in nats and top-1 agreement.",
-    )
-
-
 class Benchmark(Section):
     """Speed: time to first token, time between tokens, output tokens a second."""
 
     prompt_tokens: Count = Field(default=128, description="Tokens in each prompt.")
     output_tokens: Annotated[int, Field(ge=2, strict=True)] = Field(default=32, description="Tokens asked of each.")
     requests: Count = Field(default=8, description="Requests at each concurrency.")
-    concurrency: Annotated[list[Count], AfterValidator(_differ)] = Field(
+    concurrency: Annotated[list[Count], AfterValidator(differ)] = Field(
         default=[1, 8], min_length=1, description="Requests in flight, one run each."
     )
 
@@ -243,6 +194,9 @@ class Variant(Section):
     )
     rules: list[Rule] = Field(default=[], description="Other schemes for some modules; the last match wins.")
     export: list[Export] = Field(default=[], description="Layouts to write the result in.")
+    calibration: Calibration | None = Field(
+        default=None, description="Other calibration data for this variant: fields over the recipe's own."
+    )
 
     @field_validator("preset")
     @classmethod
@@ -343,6 +297,11 @@ class Recipe(Section):
         for name in wanted - self.variants.keys():
             raise QbenchError(f"{self.name}: no variant {name!r}. {nearest(name, self.variants)}")
         return [name for name in self.variants if name in wanted]
+
+    def calibration_of(self, name: str) -> Calibration:
+        """A variant's calibration: the recipe's, with the fields that the variant changes."""
+        changes = self.variants[name].calibration
+        return self.calibration if changes is None else self.calibration.changed(changes)
 
     @property
     def hash(self) -> str:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import qbench
 from qbench.errors import QbenchError
-from qbench.inputs import Inputs
+from qbench.inputs import CalibrationRows, Inputs
 from qbench.measure import MeasureJob, run_job, write_stage
 from qbench.models.json_file import read_json
 from qbench.progress import console
@@ -65,18 +65,17 @@ class Stages:
         return Rotated(self.inputs.source, self.recipe.seed)
 
     @property
+    def calibration(self) -> CalibrationRows:
+        return self.inputs.calibration(self.recipe.calibration_of(self.name))
+
+    @property
     def model_key(self) -> str:
         """Of the weights: source, schemes, calibration rows. The reference is its source."""
         revision = self._source.revision
         if self.schemes is None:
             return stage_key(REFERENCE, revision, qbench.__version__)
-        plain = {
-            name: [
-                axis and axis.to_dict() for axis in (scheme.format, scheme.solver, scheme.transform, scheme.activation)
-            ]
-            for name, scheme in self.schemes.items()
-        }
-        return stage_key("compress", qbench.__version__, revision, plain, self.inputs.calibration_rows)
+        plain = {name: scheme.to_dict() for name, scheme in self.schemes.items()}
+        return stage_key("compress", qbench.__version__, revision, plain, self.calibration.token_ids)
 
     def run(self) -> None:
         """Runs what is not there yet."""
@@ -130,7 +129,7 @@ class Stages:
         done = compress(
             self._source,
             self.schemes,
-            self.inputs.calibration_rows,
+            self.calibration.token_ids,
             self.model_folder,
             key=self.model_key,
             device=choose_device(self.recipe.model.device),
@@ -139,7 +138,7 @@ class Stages:
         seconds = time.perf_counter() - started
         measured = _compression_rows(done.layers, done.model.tensors, seconds)
         measured.append(("disk_bytes", _folder_bytes(self.model_folder), {}))
-        rows = make_results(self.name, measured, {**self.provenance, "data": self.recipe.calibration.data})
+        rows = make_results(self.name, measured, {**self.provenance, **self.calibration.provenance()})
         layers = [asdict(layer) for layer in done.layers]
         write_stage(self.folder / "compress.json", self.model_key, rows, layers=layers)
 
@@ -220,6 +219,9 @@ def _compression_rows(
         ("solver_fallbacks", sum(layer.fallback is not None for layer in layers), {}),
         ("transforms_skipped", sum("skipped" in (layer.transform or {}) for layer in layers), {}),
     ]
+    if pruned := {layer.module: layer.sparsity for layer in layers if layer.sparsity is not None}:
+        zeros = sum(share * weights[module] for module, share in pruned.items())
+        rows.append(("sparsity", zeros / sum(weights[module] for module in pruned), {}))
     damped = [layer for layer in layers if layer.damping is not None]
     if damped:
         worst = max(damped, key=lambda layer: layer.damping or 0.0)

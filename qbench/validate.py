@@ -11,19 +11,19 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from qbench.calibration.data import check_data
 from qbench.errors import QbenchError
 from qbench.estimate import Estimate, Estimator, machine_speed
 from qbench.export.gguf import check_tokenizer
 from qbench.export.layouts import CHECKS
 from qbench.models.source import ModelSource
 from qbench.models.structure import block_count, layer_index, match
-from qbench.recipe import Recipe, Rows, Variant
+from qbench.recipe import Recipe, Variant
 from qbench.registry import nearest
 from qbench.resolve import module_shapes, replaced, resolve
 from qbench.runtime.placement import choose_device
 from qbench.scheme import Scheme
 from qbench.transforms.hadamard import Rotated
+from qbench.validate_data import check_rows
 
 GIB = 2**30
 
@@ -91,6 +91,7 @@ def check(recipe: Recipe, source: ModelSource, *, out: Path | None = None, only:
     `QbenchError` that lists whatever makes the recipe impossible on this model and machine.
     """
     wrong, warnings = _check_model(recipe, source)
+    wrong += check_rows(recipe, source, recipe.chosen(only))
     schemes: dict[str, dict[str, Scheme]] = {}
     for name in recipe.chosen(only):
         variant = recipe.variants[name]
@@ -104,7 +105,7 @@ def check(recipe: Recipe, source: ModelSource, *, out: Path | None = None, only:
         wrong += _check_exports(name, variant, schemes[name], source)
         if variant.rotate:
             try:
-                Rotated(source, recipe.seed)
+                warnings += [f"variants.{name}.{sentence}" for sentence in Rotated(source, recipe.seed).kept]
             except QbenchError as error:
                 wrong.append(f"variants.{name}.{error}")
     if not wrong:
@@ -142,16 +143,6 @@ def _check_model(recipe: Recipe, source: ModelSource) -> tuple[list[str], list[s
         except QbenchError as error:
             wrong.append(f"the model cannot be measured (evaluate, benchmark): {error}")
     limit = source.config.get("max_position_embeddings")
-    sections: list[tuple[str, Rows]] = [("calibration", recipe.calibration)]
-    if recipe.evaluate is not None:
-        sections.append(("evaluate", recipe.evaluate))
-    for name, rows in sections:
-        if limit is not None and rows.seq_len > limit:
-            wrong.append(f"{name}.seq_len is {rows.seq_len}; the model's positions end at {limit}.")
-        try:
-            check_data(rows.data, rows.split)
-        except QbenchError as error:
-            wrong.append(f"{name}: {error}")
     if (benchmark := recipe.benchmark) is not None and limit is not None:
         length = benchmark.prompt_tokens + benchmark.output_tokens
         if length > limit:

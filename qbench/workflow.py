@@ -78,7 +78,7 @@ def run(recipe: Recipe, out: Path, *, only: Iterable[str] | None = None) -> RunS
     chosen = recipe.chosen(only)
     plan = check(recipe, source, out=out, only=chosen)
     inputs = Inputs(recipe, source)
-    warnings = plan.warnings + inputs.warnings()
+    warnings = plan.warnings + inputs.warnings(chosen)
     for warning in warnings:
         console.print(f"Warning: {warning}", style="yellow", markup=False, soft_wrap=True)
     with sole_user(out):
@@ -168,7 +168,6 @@ def _write_inputs(out: Path, inputs: Inputs) -> tuple[Path, str]:
 def _record(recipe: Recipe, inputs: Inputs, started: float, warnings: list[str]) -> dict[str, Any]:
     from qbench.doctor import examine
 
-    calibration = inputs.calibration
     return {
         "recipe_name": recipe.name,
         "recipe": recipe.model_dump(mode="json", exclude_none=True),
@@ -177,13 +176,7 @@ def _record(recipe: Recipe, inputs: Inputs, started: float, warnings: list[str])
         "model_revision": inputs.source.revision,
         "off_grid_of": getattr(inputs.source, "off_grid_of", None),
         "architecture": _architecture(inputs.source),
-        "calibration": {
-            "data": calibration.name,
-            "split": calibration.split,
-            "sha256": calibration.sha256,
-            "rows": len(inputs.calibration_rows),
-            "tokens": sum(map(len, inputs.calibration_rows)),
-        },
+        "calibration": inputs.calibration().facts(),
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started)),
         "version": qbench.__version__,
         "python": platform.python_version(),

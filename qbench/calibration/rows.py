@@ -1,27 +1,76 @@
-"""Documents to token rows."""
+"""Documents to token rows. Rows are never padded: they may differ in length, and are batched with their equals."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from itertools import groupby
+from typing import Any, Literal
+
+from jinja2 import TemplateError
 
 from qbench.calibration.data import TextData
+from qbench.calibration.documents import Message
 from qbench.errors import QbenchError
+
+Packing = Literal["packed", "documents"]
 
 
 def token_stream(data: TextData, tokenizer: Any) -> list[int]:
-    """All documents, joined by a blank line and tokenized as one text, without special tokens."""
-    text = "\n\n".join(data.documents)  # longer than the model's context, which the tokenizer would warn of
-    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    return ids
+    """All documents as one stream: neighbouring texts joined by a blank line and tokenized as one, without special
+    tokens; conversations one after the other, with the special tokens that the chat template writes."""
+    stream: list[int] = []
+    for is_text, documents in groupby(data.documents, lambda document: isinstance(document, str)):
+        if is_text:
+            stream += _tokens("\n\n".join(str(document) for document in documents), tokenizer)
+        else:
+            for document in documents:
+                assert isinstance(document, list)
+                stream += chat_tokens(document, tokenizer, data.name)
+    return stream
 
 
-def packed_rows(data: TextData, tokenizer: Any, rows: int, seq_len: int) -> list[list[int]]:
-    """At most `rows` rows of `seq_len` token ids, cut from the joined documents one after the other.
+def chat_tokens(messages: list[Message], tokenizer: Any, name: str) -> list[int]:
+    """A conversation in the model's own chat template. The template writes every special token, the tokenizer adds
+    none: so there is one beginning-of-text token if the template writes it. Raises `QbenchError` if there is no
+    template, or it refuses the messages; `name` is that of the data."""
+    if tokenizer.chat_template is None:
+        raise QbenchError(f"Data {name} holds conversations; this model has no chat template to write them in.")
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False)
+    except TemplateError as error:
+        raise QbenchError(f"Data {name}: the model's chat template refuses a conversation: {error}") from error
+    return _tokens(text, tokenizer)
 
-    No token is dropped before the last row asked for: a last row that the text does not fill is kept as it is.
-    Raises `QbenchError` when the text gives fewer than two tokens.
+
+def token_rows(data: TextData, tokenizer: Any, rows: int, seq_len: int, packing: Packing) -> list[list[int]]:
+    """At most `rows` rows of at most `seq_len` token ids.
+
+    ``packed``: cut from the joined documents one after the other; every row but perhaps the last is full.
+    ``documents``: each document begins a row, with the special tokens that the tokenizer puts before a text by
+    default, and goes on in further rows when it is longer than one.
+    No token is dropped before the last row asked for. Raises `QbenchError` when there are fewer than two tokens.
     """
-    stream = token_stream(data, tokenizer)[: rows * seq_len]
-    if len(stream) < 2:
-        raise QbenchError(f"Calibration data {data.name}: {len(stream)} tokens of text. Allowed: at least 2.")
-    return [stream[i : i + seq_len] for i in range(0, len(stream), seq_len)]
+    found: list[list[int]] = []
+    for stream in [token_stream(data, tokenizer)] if packing == "packed" else _each(data, tokenizer):
+        found += [stream[i : i + seq_len] for i in range(0, len(stream), seq_len)]
+        if len(found) >= rows:
+            break
+    found = found[:rows]
+    tokens = sum(map(len, found))
+    if tokens < 2:
+        raise QbenchError(f"Calibration data {data.name}: {tokens} tokens of text. Allowed: at least 2.")
+    return found
+
+
+def _each(data: TextData, tokenizer: Any) -> Iterable[list[int]]:
+    for document in data.documents:
+        if isinstance(document, str):
+            yield _tokens(document, tokenizer, special=True)
+        else:
+            yield chat_tokens(document, tokenizer, data.name)
+
+
+def _tokens(text: str, tokenizer: Any, special: bool = False) -> list[int]:
+    """Not `verbose`: a text may be longer than the model's context, which the tokenizer would warn of."""
+    ids: list[int] = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
+    return ids

@@ -4,23 +4,26 @@ from pathlib import Path
 import pytest
 
 from qbench.calibration.data import TextData, check_data, load_data
-from qbench.calibration.rows import packed_rows
+from qbench.calibration.rows import Packing, token_rows
 from qbench.errors import QbenchError
 from tests.tiny import byte_tokenizer
 
 
 @pytest.mark.trap(11)
-def test_short_rows_are_packed_and_none_of_their_tokens_is_dropped() -> None:
+@pytest.mark.parametrize(("packing", "lengths"), [("packed", [500]), ("documents", [50] * 10)])
+def test_none_of_the_tokens_of_short_documents_is_dropped(packing: Packing, lengths: list[int]) -> None:
     tokenizer = byte_tokenizer(259)  # a token a byte
-    data = TextData("ten", None, ["x" * 48] * 9 + ["x" * 50])
-    rows = packed_rows(data, tokenizer, rows=32, seq_len=512)
-    assert [len(row) for row in rows] == [500]
+    data = TextData(
+        "ten", None, ["x" * (48 if packing == "packed" else 50)] * 9 + ["x" * 50]
+    )  # packed: a blank line between
+    rows = token_rows(data, tokenizer, 32, 512, packing)
+    assert [len(row) for row in rows] == lengths
 
 
 def test_rows_follow_each_other() -> None:
     tokenizer = byte_tokenizer(259)
     data = TextData("abc", None, ["abcdefghij" * 10])
-    rows = packed_rows(data, tokenizer, rows=3, seq_len=16)
+    rows = token_rows(data, tokenizer, 3, 16, "packed")
     assert tokenizer.decode([id for row in rows for id in row]) == ("abcdefghij" * 10)[:48]
 
 
@@ -30,7 +33,7 @@ def test_no_usable_row_is_refused(tmp_path: Path) -> None:
     with pytest.raises(QbenchError, match="no text"):
         load_data(str(tmp_path / "blank.txt"))
     with pytest.raises(QbenchError, match="at least 2"):
-        packed_rows(TextData("one", None, ["x"]), byte_tokenizer(259), rows=1, seq_len=8)
+        token_rows(TextData("one", None, ["x"]), byte_tokenizer(259), 1, 8, "packed")
 
 
 def test_json_lines(tmp_path: Path) -> None:
