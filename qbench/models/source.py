@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qbench.formats.base import QuantizedTensor
+from qbench.formats.kv_cache import KVCache
 from qbench.registry import Registry
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ class ModelSource(ABC):
     location: str  # what the user wrote
     config: dict[str, Any]  # the content of Hugging Face's config.json
     grid: str | None = None  # the format a dequantized source's linears sit on ("Q4_1"), else None
+    kv_cache: KVCache | None = None  # how the runtime keeps keys and values; None: as floats
 
     @property
     @abstractmethod

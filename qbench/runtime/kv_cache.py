@@ -7,10 +7,25 @@ import math
 import numpy as np
 import torch
 
+from qbench.formats.base import Params
+from qbench.formats.kv_cache import KVCache
+
+
+class _Floats:
+    """Keys and values as they are; the same two calls as a `KVFormat`'s."""
+
+    def encode(self, x: torch.Tensor, scale: float | None = None) -> Params:
+        return {"floats": x}
+
+    def decode(self, parts: Params, scale: float | None = None) -> torch.Tensor:
+        return parts["floats"]
+
 
 class PagedKVCache:
-    """Keys and values, each ``[layers, num_blocks, block_size, kv_heads, head_dim]``.
+    """Keys and values, each a pool of what their format keeps of a token: by part ``[layers, num_blocks, block_size,
+    kv_heads, ...]``. Without `kv_cache` these are the floats themselves.
 
+    A token is rounded once, when it is written: whoever reads it later, in whatever batch, reads the same values.
     Zeroed at the start: positions that a mask hides must still hold finite numbers.
     """
 
@@ -24,28 +39,42 @@ class PagedKVCache:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        kv_cache: KVCache | None = None,
     ) -> None:
         self.block_size = block_size
-        shape = (num_layers, num_blocks, block_size, num_kv_heads, head_dim)
-        self.keys = _zeros(shape, dtype, device)
-        self.values = _zeros(shape, dtype, device)
+        self.dtype = dtype
+        self._format = _Floats() if kv_cache is None else kv_cache.format
+        self._scales = [(None, None) if kv_cache is None else kv_cache.layer_scales(i) for i in range(num_layers)]
+        a_token = self._format.encode(torch.zeros(1, num_kv_heads, head_dim, dtype=dtype), 1.0)
+        shape = (num_layers, num_blocks, block_size)
+        self.keys, self.values = (
+            {name: _zeros((*shape, *part.shape[1:]), part.dtype, device) for name, part in a_token.items()}
+            for _ in range(2)
+        )
 
     @property
     def nbytes(self) -> int:
-        return self.keys.nbytes + self.values.nbytes
+        return sum(part.nbytes for pool in (self.keys, self.values) for part in pool.values())
 
     def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Stores `k`, `v` ``[tokens, kv_heads, head_dim]`` at `slots` (block id * block_size + offset)."""
-        self.keys[layer].flatten(0, 1).index_copy_(0, slots, k)
-        self.values[layer].flatten(0, 1).index_copy_(0, slots, v)
+        for pool, x, scale in zip((self.keys, self.values), (k, v), self._scales[layer], strict=True):
+            for name, part in self._format.encode(x, scale).items():
+                pool[name][layer].flatten(0, 1).index_copy_(0, slots, part)
 
     def read(self, layer: int, blocks: torch.Tensor | slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values ``[len(blocks) * block_size, kv_heads, head_dim]``; a slice of blocks is not copied."""
-        if isinstance(blocks, slice):
-            return self.keys[layer, blocks].flatten(0, 1), self.values[layer, blocks].flatten(0, 1)
-        keys = self.keys[layer].index_select(0, blocks)
-        values = self.values[layer].index_select(0, blocks)
-        return keys.flatten(0, 1), values.flatten(0, 1)
+        """Keys and values ``[len(blocks) * block_size, kv_heads, head_dim]``; floats in a slice of blocks are not
+        copied."""
+        key_scale, value_scale = self._scales[layer]
+        return self._read(self.keys, layer, blocks, key_scale), self._read(self.values, layer, blocks, value_scale)
+
+    def _read(self, pool: Params, layer: int, blocks: torch.Tensor | slice, scale: float | None) -> torch.Tensor:
+        parts = {
+            name: part[layer, blocks] if isinstance(blocks, slice) else part[layer].index_select(0, blocks)
+            for name, part in pool.items()
+        }
+        flat = {name: part.flatten(0, 1) for name, part in parts.items()}
+        return self._format.decode(flat, scale).to(self.dtype)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

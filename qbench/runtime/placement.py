@@ -10,6 +10,7 @@ import torch
 
 from qbench.errors import QbenchError
 from qbench.formats.base import FORMATS
+from qbench.formats.kv_cache import KVCache
 from qbench.models.source import ModelSource
 from qbench.runtime.architecture import Architecture
 from qbench.runtime.scheduler import SchedulerSettings
@@ -54,7 +55,7 @@ def default_num_blocks(
     Raises `QbenchError` when not even one fits.
     """
     left = available_memory(device) - _weight_bytes(source, dtype)
-    block_bytes = settings.block_size * token_bytes(Architecture.from_config(source.config), dtype)
+    block_bytes = settings.block_size * token_bytes(Architecture.from_config(source.config), dtype, source.kv_cache)
     fitting = int(left * CACHE_SHARE[device.type] / block_bytes)
     if fitting < 1:
         raise QbenchError(
@@ -64,9 +65,11 @@ def default_num_blocks(
     return min(fitting, settings.max_num_seqs * -(-settings.max_model_len // settings.block_size))
 
 
-def token_bytes(architecture: Architecture, dtype: torch.dtype) -> int:
-    """Bytes of one token's keys and values over all layers."""
-    return 2 * architecture.num_layers * architecture.num_kv_heads * architecture.head_dim * dtype.itemsize
+def token_bytes(architecture: Architecture, dtype: torch.dtype, kv_cache: KVCache | None) -> int:
+    """Bytes of one token's keys and values over all layers, in the format they are kept in (None: in `dtype`)."""
+    heads, dim = architecture.num_kv_heads, architecture.head_dim
+    in_layer = 2 * heads * dim * dtype.itemsize if kv_cache is None else kv_cache.format.token_bytes(heads, dim)
+    return architecture.num_layers * in_layer
 
 
 def available_memory(device: torch.device) -> int:

@@ -18,7 +18,8 @@ from qbench.runtime.weights import load_weights, resident_bytes
 class ModelRunner:
     """Runs scheduled steps of one model. Quantized weights stay in their stored form; the rest is cast to `dtype`.
 
-    Raises `QbenchError` when the architecture is not supported or the tensors do not fit the config.
+    Keys and values are kept in the format that the source says (`ModelSource.kv_cache`).
+    Raises `QbenchError` when the architecture is not supported, or tensors or KV-cache format do not fit the config.
     """
 
     def __init__(
@@ -27,6 +28,8 @@ class ModelRunner:
         self.architecture = Architecture.from_config(source.config)
         self.dtype = dtype
         self.device = device
+        if source.kv_cache is not None:
+            source.kv_cache.check(self.architecture.num_layers, self.architecture.head_dim)
         weights = load_weights(source, self.architecture, dtype, device)
         self.weight_bytes = resident_bytes(weights)
         self.decoder = Decoder(self.architecture, weights, dtype, device)
@@ -38,6 +41,7 @@ class ModelRunner:
             head_dim=self.architecture.head_dim,
             dtype=dtype,
             device=device,
+            kv_cache=source.kv_cache,
         )
 
     @property

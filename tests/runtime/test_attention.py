@@ -25,8 +25,8 @@ def filled_cache(num_blocks: int = 40) -> PagedKVCache:
         device=CPU,
     )
     generator = torch.Generator().manual_seed(0)
-    cache.keys.normal_(generator=generator)
-    cache.values.normal_(generator=generator)
+    cache.keys["floats"].normal_(generator=generator)
+    cache.values["floats"].normal_(generator=generator)
     return cache
 
 
@@ -36,8 +36,8 @@ def plain(
     """One query ``[H, D]`` at `position`."""
     first = 0 if window is None else max(0, position - window + 1)
     slots = [table[p // BLOCK] * BLOCK + p % BLOCK for p in range(first, position + 1)]
-    k = cache.keys[layer].flatten(0, 1)[slots].double().repeat_interleave(HEADS // KV_HEADS, 1)
-    v = cache.values[layer].flatten(0, 1)[slots].double().repeat_interleave(HEADS // KV_HEADS, 1)
+    k = cache.keys["floats"][layer].flatten(0, 1)[slots].double().repeat_interleave(HEADS // KV_HEADS, 1)
+    v = cache.values["floats"][layer].flatten(0, 1)[slots].double().repeat_interleave(HEADS // KV_HEADS, 1)
     weights = (torch.einsum("hd,shd->hs", q.double(), k) * 0.3).softmax(-1)
     return torch.einsum("hs,shd->hd", weights, v)
 
@@ -82,10 +82,10 @@ def test_a_very_long_request_does_not_widen_the_batch_of_short_ones() -> None:
 def test_write_then_read() -> None:
     cache = filled_cache()
     k, v = torch.randn(2, KV_HEADS, DIM), torch.randn(2, KV_HEADS, DIM)
-    before = cache.keys[0].clone()
+    before = cache.keys["floats"][0].clone()
     cache.write(1, torch.tensor([5, 14]), k, v)
     keys, values = cache.read(1, torch.tensor([3, 1]))
     assert torch.equal(keys[2], k[1])
     assert torch.equal(values[BLOCK + 1], v[0])
     assert torch.equal(cache.read(1, slice(1, 2))[0][1], k[0])
-    assert torch.equal(cache.keys[0], before)
+    assert torch.equal(cache.keys["floats"][0], before)
