@@ -13,14 +13,17 @@ import torch
 from torch import nn
 
 from qbench.calibration.channels import ChannelStatistics
+from qbench.compress.experts import Expert
 from qbench.compress.passes import Passes
 from qbench.compress.trace import Reading, Trace, find_producer
+from qbench.formats.activation import ActivationFormat
 from qbench.scheme import Scheme
 from qbench.transforms.base import Limits, Readers, Transform
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments of a module
 
 SEARCH_TOKENS = 1024  # on which candidates are compared; whole rows, at least one
+UNREACHED = "no calibration token reached it"
 
 
 @dataclass
@@ -44,7 +47,7 @@ class Smoother:
 
     def apply(self, traced: Trace) -> Smoothed:
         """Chooses and folds the scales of every group of `traced`, a pass over the first row, then finds limits."""
-        groups = [(reading, found) for reading in traced.readings if (found := self._transforms(reading))]
+        groups = [(reading, found) for reading in traced.shared() if (found := self._transforms(reading))]
         if groups:
             device = self.passes.hidden[0].device
             statistics = [
@@ -53,16 +56,17 @@ class Smoother:
             leaders: list[Any] = [self.block.get_submodule(reading.readers[0]) for reading, _ in groups]
             self.passes.collect(list(zip(leaders, statistics, strict=True)))
             calls = self._calls({_parent(reading.readers) for reading, _ in groups})
-            inputs = []
-            for (reading, transforms), seen in zip(groups, statistics, strict=True):
-                scales = self._scale(traced, reading, transforms, seen, calls[_parent(reading.readers)])
-                inputs.append(seen.sample if scales is None else seen.sample / scales)
-            for (reading, _), sample in zip(groups, inputs, strict=True):  # folding a later group changes weights too
-                for name in reading.readers:
-                    self._limit(name, sample)
+            scaled = [
+                self._scale(traced, reading, transforms, seen, calls.get(_parent(reading.readers)))
+                for (reading, transforms), seen in zip(groups, statistics, strict=True)
+            ]
+            for (reading, _), seen, scales in zip(groups, statistics, scaled, strict=True):  # when all are folded
+                if seen.tokens:
+                    for name in reading.readers:
+                        self._limit(name, seen.sample if scales is None else seen.sample / scales)
         for name, scheme in self.schemes.items():
             if scheme.transform is not None and name not in self.done.detail:
-                self.done.detail[name] = {"name": scheme.transform.name, "skipped": "no calibration token reached it"}
+                self.done.detail[name] = {"name": scheme.transform.name, "skipped": UNREACHED}
         return self.done
 
     def _transforms(self, reading: Reading) -> list[Transform]:
@@ -94,13 +98,20 @@ class Smoother:
         reading: Reading,
         transforms: list[Transform],
         seen: ChannelStatistics,
-        call: Call,
+        call: Call | None,
     ) -> torch.Tensor | None:
-        """Chooses and folds one group's scales, and notes what was done."""
+        """Chooses and folds one group's scales, and notes what was done.
+
+        Without a `call`, no token of the search came by, and the group is one linear of an expert.
+        """
         transform = transforms[0]
         if len(transforms) > 1:
             return self._skipped(reading, "linears that share its input ask for another transform")
-        producer = find_producer(self.block, traced, reading, lambda: self.passes.first(1))
+        if call is None:
+            if not seen.tokens or not len(seen.sample):
+                return self._skipped(reading, UNREACHED)
+            call = ((seen.sample,), {})
+        producer = find_producer(self.block, traced, reading, self._judge(traced, reading))
         if producer is None:
             return self._skipped(reading, "nothing takes the inverse scales without changing the block's output")
         if producer.is_linear and not transform.divides_linears:
@@ -118,7 +129,7 @@ class Smoother:
             weights=[linear.weight.data for linear in linears],
             block_size=sizes[0],
             largest_produced=producer.largest(reading.tensor.shape[-1]),
-            loss=self._loss(reading, call),
+            loss=self._loss(reading, call, seen.max_abs),
         )
         choice = transform.choose(readers)
         if choice is None:
@@ -134,6 +145,20 @@ class Smoother:
             }
         return choice.scales
 
+    def _judge(self, traced: Trace, reading: Reading) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+        """What shows whether folding changes nothing: a pass through the block, or an expert, which may get no token.
+
+        It gives hidden states and what became of them.
+        """
+        name = _parent(reading.readers).rpartition(".")[0]
+        expert: Any = self.block.get_submodule(name)
+        if not isinstance(expert, Expert):
+            return lambda: self.passes.first(1)
+        tokens = next(
+            r.rows_of for r in traced.readings if r.rows_of is not None and r.readers[0].startswith(f"{name}.")
+        )
+        return lambda: (torch.zeros_like(tokens), expert(tokens))
+
     def _skipped(self, reading: Reading, reason: str) -> torch.Tensor | None:
         """Notes why a group is left as it is."""
         for name in reading.readers:
@@ -141,8 +166,11 @@ class Smoother:
                 self.done.detail[name] = {"name": transform.name, "skipped": reason}
         return None
 
-    def _loss(self, reading: Reading, call: Call) -> Callable[[torch.Tensor], float]:
-        """Scales -> mean squared error of what the module around the readers puts out, with their weights rounded."""
+    def _loss(self, reading: Reading, call: Call, max_abs: torch.Tensor) -> Callable[[torch.Tensor], float]:
+        """Scales -> mean squared error of what the module around the readers puts out, with their weights rounded.
+
+        So are their inputs, where they will be; `max_abs` ``[n]`` is the largest magnitude of each.
+        """
         parent = self.block.get_submodule(_parent(reading.readers))
         rounded: list[tuple[Any, Scheme]] = [
             (self.block.get_submodule(name), self.schemes[name]) for name in reading.readers if name in self.schemes
@@ -157,11 +185,16 @@ class Smoother:
         reference = output()
 
         def loss(scales: torch.Tensor) -> float:
+            hooks = []
             for (linear, scheme), weight in zip(rounded, originals, strict=True):
                 linear.weight.data = scheme.format.quantize(weight * scales).dequantize() / scales
+                if scheme.activation is not None:
+                    hooks.append(linear.register_forward_pre_hook(rounds(scheme.activation, scales, max_abs)))
             error = float((output() - reference).square().mean())
             for (linear, _), weight in zip(rounded, originals, strict=True):
                 linear.weight.data = weight
+            for hook in hooks:
+                hook.remove()
             return error
 
         return loss
@@ -174,6 +207,17 @@ class Smoother:
         limits = scheme.transform.limits(name, weight.data, scheme.format, inputs)
         if limits is not None:
             self.done.limits[name] = limits
+
+
+def rounds(activation: ActivationFormat, scales: torch.Tensor, max_abs: torch.Tensor) -> Callable[..., torch.Tensor]:
+    """A hook for a linear that rounds its input as if it had been divided by `scales` ``[n]`` before."""
+    static = activation.input_scale((max_abs / scales).max()) if activation.static else None
+
+    def hook(_: nn.Module, args: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        smooth = (args[0] / scales).reshape(-1, len(scales))
+        return activation.round(smooth, static).view_as(args[0]) * scales
+
+    return hook
 
 
 def _parent(names: list[str]) -> str:
