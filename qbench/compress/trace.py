@@ -9,46 +9,83 @@ from typing import Any
 import torch
 from torch import nn
 
+from qbench.compress.experts import SplitExperts
+
 POWERS = (0.25, 0.5, 1.0, 2.0, 4.0)  # scaling by them is exact in floating point
 TOLERANCE = 1e-5  # of the block's change to the hidden states; what remains when a norm's weight is stored minus one
 
 
 @dataclass
 class Reading:
-    """A tensor and the linears that are given it, in execution order."""
+    """A tensor and the modules with a matrix that are given it, in execution order: linears, and routers of experts."""
 
     tensor: torch.Tensor
     readers: list[str]
     outputs_before: int  # how many modules had put out something when it was first read
+    rows_of: torch.Tensor | None = None  # what it holds some rows of, when only some of the tokens go to an expert
 
 
 @dataclass
 class Trace:
-    """One pass through a block."""
+    """One pass through a block, in which every expert is run."""
 
     readings: list[Reading] = field(default_factory=list)
-    outputs: list[tuple[str, torch.Tensor]] = field(default_factory=list)  # by modules with a weight, in order
+    outputs: list[tuple[str, Any]] = field(default_factory=list)  # of modules with a weight, in order
+
+    def shared(self) -> list[Reading]:
+        """The readings with all that read the same channels together: a router, shared experts and every expert."""
+        merged: list[Reading] = []
+        for reading in self.readings:
+            whole = reading.tensor if reading.rows_of is None else reading.rows_of
+            known = next((known for known in merged if same(known.tensor, whole)), None)
+            if known is None:
+                merged.append(Reading(whole, list(reading.readers), reading.outputs_before))
+            else:
+                known.readers += reading.readers
+        return merged
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors, both alive, are one or views of one with the same channels."""
+    return one is other or (
+        one.data_ptr() == other.data_ptr() and one.numel() == other.numel() and one.shape[-1] == other.shape[-1]
+    )
 
 
 def trace(block: nn.Module, run: Callable[[], torch.Tensor]) -> Trace:
     """What `run`, a pass through `block`, shows."""
     found = Trace()
     hooks = []
+    known: set[str] = set()
+    given: list[tuple[torch.Tensor, torch.Tensor]] = []  # what an expert is given, and the tensor whose rows these are
 
-    def read(name: str, tensor: torch.Tensor) -> None:
-        for reading in found.readings:
-            if reading.tensor is tensor:
-                reading.readers.append(name)
-                return
-        found.readings.append(Reading(tensor, [name], len(found.outputs)))
+    def read(name: str, args: tuple[Any, ...]) -> None:
+        if name in known or not args:
+            return
+        known.add(name)
+        tensor = args[0]
+        reading = next((reading for reading in found.readings if same(reading.tensor, tensor)), None)
+        if reading is None:
+            whole = next((whole for rows, whole in given if rows is tensor), None)
+            found.readings.append(Reading(tensor, [name], len(found.outputs), whole))
+        else:
+            reading.readers.append(name)
+
+    def run_all(experts: SplitExperts, args: tuple[torch.Tensor, ...]) -> None:
+        """Tokens go to few experts, but scales must reach all."""
+        for expert in experts:
+            given.append((args[0][:1].clone(), args[0]))
+            expert(given[-1][0])
 
     for name, module in block.named_modules():
-        if isinstance(module, nn.Linear):
-            hooks.append(module.register_forward_pre_hook(lambda _, args, name=name: read(name, args[0])))
-        if isinstance(getattr(module, "weight", None), torch.Tensor):
-            hooks.append(
-                module.register_forward_hook(lambda _, args, out, name=name: found.outputs.append((name, out)))
-            )
+        weight = getattr(module, "weight", None)
+        if isinstance(module, SplitExperts):
+            hooks.append(module.register_forward_pre_hook(run_all))
+        if not isinstance(weight, torch.Tensor):
+            continue
+        if weight.ndim == 2:
+            hooks.append(module.register_forward_pre_hook(lambda _, args, name=name: read(name, args)))
+        hooks.append(module.register_forward_hook(lambda _, args, out, name=name: found.outputs.append((name, out))))
     run()
     for hook in hooks:
         hook.remove()
@@ -120,7 +157,7 @@ def find_producer(
 def _candidates(block: nn.Module, found: Trace, reading: Reading, n: int) -> Iterator[Producer]:
     earlier = [(name, block.get_submodule(name), out) for name, out in found.outputs[: reading.outputs_before]]
     for name, module, out in reversed(earlier):
-        if out is reading.tensor and not isinstance(module, nn.Linear):
+        if not isinstance(module, nn.Linear) and isinstance(out, torch.Tensor) and same(out, reading.tensor):
             yield Producer(name, module)
             yield Producer(name, module, offset=1.0)
             return
