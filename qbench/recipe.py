@@ -31,7 +31,7 @@ from qbench.formats.activation import ACTIVATIONS
 from qbench.formats.base import FORMATS
 from qbench.models.pre_tokenizers import PRE_TOKENIZERS
 from qbench.presets import PRESETS, build_axis
-from qbench.recipe_data import Calibration, Count, Evaluate, Section, differ
+from qbench.recipe_data import Calibration, CalibrationChanges, Count, Evaluate, Section, differ
 from qbench.recipe_schema import open_fields
 from qbench.registry import Registry, nearest
 from qbench.resources import data_dir
@@ -187,14 +187,16 @@ class Variant(Section):
         "none",
     )
     prune: Overrides = _fields(
-        'Which weights become exactly 0: a way by name, and a pattern such as "2:4" or a sparsity.', PRUNERS
+        'Which weights become exactly 0: a way by name with a pattern such as "2:4" or a sparsity; none.',
+        PRUNERS,
+        "none",
     )
     ignore: list[Pattern] = Field(
         default=[], description="More modules to leave as they are; one that matches none is warned of."
     )
     rules: list[Rule] = Field(default=[], description="Other schemes for some modules; the last match wins.")
     export: list[Export] = Field(default=[], description="Layouts to write the result in.")
-    calibration: Calibration | None = Field(
+    calibration: CalibrationChanges | None = Field(
         default=None, description="Other calibration data for this variant: fields over the recipe's own."
     )
 

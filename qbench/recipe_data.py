@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from qbench.calibration.data import SELF_GENERATED, has_splits
 
@@ -99,6 +108,13 @@ class Calibration(Rows):
         elif "sampling" in self.model_fields_set and self.sampling != Sampling():
             raise ValueError(f"sampling is for data {SELF_GENERATED}; data is {self.data}")
         return self
+
+
+def _only_what_is_set(changes: Calibration) -> dict[str, Any]:
+    return changes.model_dump(mode="json", exclude_unset=True)
+
+
+CalibrationChanges = Annotated[Calibration, PlainSerializer(_only_what_is_set)]  # written with the fields that are set
 
 
 class Evaluate(Rows):

@@ -155,10 +155,36 @@ def test_gguf_cannot_hold_dynamic_groups_or_nf4(tmp_path: Path, tiny_llama: Path
         ("calibration.data=nowhere.txt", "calibration: Data file nowhere.txt does not exist."),
         ("evaluate.data=wiki-paragraph", "evaluate: Unknown data 'wiki-paragraph'"),
         ("evaluate={data: wiki-paragraphs, split: test}", "has no split 'test'"),
+        ("variants.x.calibration={data: nowhere.jsonl}", "variants.x.calibration: Data file nowhere.jsonl does not"),
+        ("variants.x.calibration={seq_len: 513}", "variants.x.calibration.seq_len is 513"),
     ],
 )
 def test_lengths_and_data_are_checked(tmp_path: Path, tiny_llama: Path, override: str, expected: str) -> None:
     assert expected in refusal(tmp_path, tiny_llama, {"x": {"preset": "nf4"}}, override)
+
+
+def test_conversations_need_a_chat_template(tmp_path: Path, tiny_llama: Path) -> None:
+    data = "calibration={data: grade-school-math, rows: 2, seq_len: 32}"
+    plan_for(tmp_path, tiny_llama, {"x": {"preset": "nf4"}}, data)
+    model = tmp_path / "base"
+    shutil.copytree(tiny_llama, model, ignore=shutil.ignore_patterns("chat_template*"))
+    message = refusal(tmp_path, model, {"x": {"preset": "nf4"}}, data)
+    assert "calibration: data grade-school-math holds conversations; the model has no chat template." in message
+
+
+def test_a_model_that_the_runtime_cannot_run_writes_no_text(tmp_path: Path, tiny_llama: Path) -> None:
+    data = ("calibration={data: self-generated, rows: 2, seq_len: 32}", "evaluate=null", "benchmark=null")
+    plan_for(tmp_path, tiny_llama, {"x": {"preset": "nf4"}}, *data)
+    model = tmp_path / "model"
+    shutil.copytree(tiny_llama, model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"architectures": ["GPT2LMHeadModel"]}))
+    assert "calibration: the model cannot write its own text: config.json" in refusal(
+        tmp_path, model, {"x": {"preset": "nf4"}}, *data
+    )
+    assert "benchmark: prompts are cut from evaluate.data" in refusal(
+        tmp_path, tiny_llama, {"x": {"preset": "nf4"}}, *data[:2]
+    )
 
 
 @pytest.mark.parametrize(
