@@ -8,7 +8,7 @@ into codes and back. Because the three are apart, a solver such as GPTQ can driv
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -54,6 +54,10 @@ class Format(ABC):
     def shared(self, weight: torch.Tensor) -> Params:
         """What all blocks of a weight have in common (a scale of the scales), found before any block is fitted."""
         return {}
+
+    def shared_among(self, weights: Sequence[torch.Tensor]) -> list[Params]:
+        """`shared` for each of `weights` that read one tensor, which an engine may multiply as one matrix."""
+        return [self.shared(weight) for weight in weights]
 
     @abstractmethod
     def fit(self, columns: torch.Tensor, shared: Params, importance: torch.Tensor | None = None) -> Params:
@@ -211,7 +215,10 @@ FORMATS = Registry(
 
 def format_from_dict(fields: dict[str, Any]) -> Format:
     """The inverse of `Format.to_dict`. Raises `QbenchError` on an unknown name, key or value."""
+    from qbench.formats.dense import Dense
     from qbench.formats.parse import build
 
+    if fields == Dense().to_dict():  # no recipe can ask for it, so it is in no registry
+        return Dense()
     format: Format = build(FORMATS, fields)
     return format

@@ -45,16 +45,16 @@ class NVFP4(FourBit):
         return BLOCK
 
     def shared(self, weight: torch.Tensor) -> Params:
-        return {"scale_2": self.shared_scale([weight])}
+        return self.shared_among([weight])[0]
 
-    def shared_scale(self, weights: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The float32 ``[1, 1]`` tensor scale that all `weights` fit under.
+    def shared_among(self, weights: Sequence[torch.Tensor]) -> list[Params]:
+        """One float32 ``[1, 1]`` tensor scale that all `weights` fit under.
 
         Linears that an engine fuses (query, key and value; gate and up) must have one in common.
         """
         absmax = torch.stack([weight.abs().max().float() for weight in weights]).max().view(1, 1)
         scale = absmax / (E2M1_MAX * (FOUR_OVER_SIX_TOP if self.four_over_six else E4M3_MAX))
-        return torch.where(scale == 0, torch.ones_like(scale), scale)
+        return [{"scale_2": torch.where(scale == 0, torch.ones_like(scale), scale)}] * len(weights)
 
     def fit(self, columns: torch.Tensor, shared: Params, importance: torch.Tensor | None = None) -> Params:
         absmax, scale_2 = block_absmax(columns, self.name), shared["scale_2"]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from qbench.errors import QbenchError
-from qbench.formats.base import Format, Params, QuantizedTensor
+from qbench.formats.base import FORMATS, Format, Params, QuantizedTensor
 from qbench.registry import Registry
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ class Solver(ABC):
     """Base of every solver. Subclasses are frozen dataclasses whose fields are plain YAML values."""
 
     name: ClassVar[str]
+    blockwise: ClassVar[bool] = False  # codes are chosen for all linears of a decoder block together, from its output
 
     @property
     def uses_hessian(self) -> bool:
@@ -55,6 +57,19 @@ class Solver(ABC):
         ``[out, in]`` is False the decoded weight is exactly 0. Raises `QbenchError` when `format` has no exact zero.
         """
 
+    def solve_together(
+        self,
+        weights: Sequence[torch.Tensor],
+        format: Format,
+        hessian: torch.Tensor | None,
+        *,
+        shared: Sequence[Params],
+        masks: Sequence[torch.Tensor | None],
+    ) -> list[Solution]:
+        """`solve` for each of `weights` that read one tensor, with their own `shared` parameters and `masks`."""
+        each = zip(weights, shared, masks, strict=True)
+        return [self.solve(weight, format, hessian, shared=own, mask=mask) for weight, own, mask in each]
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values for YAML and JSON: ``{"name": ..., **fields}``."""
         return {"name": self.name, **asdict(self)}  # type: ignore[call-overload]
@@ -64,13 +79,18 @@ def masked(weight: torch.Tensor, format: Format, mask: torch.Tensor | None) -> t
     """`weight` with 0 where `mask` is False. Raises `QbenchError` when `format` cannot hold the zeros."""
     if mask is None:
         return weight
-    if not format.holds_zero:
-        raise QbenchError(
-            f"{format} has no exact zero, so pruned weights would come back; allowed: formats that are symmetric or "
-            "have an integer zero point (int with zero_point_dtype uint8, nf4, fp4, fp8, mxfp4, mxfp8, nvfp4, "
-            "q4_0, q5_0, q8_0, q3_k, q6_k)."
-        )
+    if (why := zero_refusal(format)) is not None:
+        raise QbenchError(f"{why}.")
     return weight.masked_fill(~mask, 0)
+
+
+def zero_refusal(format: Format) -> str | None:
+    """Why pruned weights cannot be stored in `format`, and in which they can; None when they can."""
+    if format.holds_zero:
+        return None
+    with_integers = {"int": "int with zero_point_dtype uint8"}
+    holding = [with_integers.get(name, name) for name in FORMATS.names() if FORMATS.get(name)().holds_zero]
+    return f"format {format.name} has no exact zero, so pruned weights would come back; allowed: {', '.join(holding)}"
 
 
 SOLVERS = Registry(
@@ -79,6 +99,7 @@ SOLVERS = Registry(
         "nearest": "qbench.solvers.nearest:Nearest",
         "gptq": "qbench.solvers.gptq:GPTQ",
         "hqq": "qbench.solvers.hqq:HQQ",
+        "signround": "qbench.solvers.signround:SignRound",
     },
 )
 

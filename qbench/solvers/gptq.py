@@ -21,7 +21,7 @@ below, row i of every ``[in, ...]`` matrix belongs to the i-th column from the e
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -78,39 +78,36 @@ class GPTQ(Solver):
         shared: Params | None = None,
         mask: torch.Tensor | None = None,
     ) -> Solution:
+        own = format.shared(masked(weight, format, mask)) if shared is None else shared
+        return self.solve_together([weight], format, hessian, shared=[own], masks=[mask])[0]
+
+    def solve_together(
+        self,
+        weights: Sequence[torch.Tensor],
+        format: Format,
+        hessian: torch.Tensor | None,
+        *,
+        shared: Sequence[Params],
+        masks: Sequence[torch.Tensor | None],
+    ) -> list[Solution]:
+        """The Hessian is factored once, and weights whose rows do not share parameters are rounded as one."""
         assert hessian is not None, "GPTQ needs the Hessian of the layer's inputs"
+        factored = self._factored(hessian)
+        together = [range(i, i + 1) for i in range(len(weights))] if format.rows_share else [range(len(weights))]
+        solutions = []
+        for part in together:
+            stack = _Stack([weights[i] for i in part], [shared[i] for i in part], [masks[i] for i in part])
+            solutions += self._solve(stack, format, factored)
+        return solutions
+
+    def _factored(self, hessian: torch.Tensor) -> _Factored:
         diagonal = hessian.diagonal()
         dead = diagonal == 0
         diagonal = diagonal.masked_fill(dead, 1)
-        weight = weight.masked_fill(dead, 0)
-        kept = masked(weight, format, mask)
-        order = torch.arange(len(diagonal), device=weight.device)
+        order = torch.arange(len(diagonal), device=hessian.device)
         if self.act_order != "none":
             order = torch.argsort(diagonal, descending=True, stable=True)
-        factor, damping = self._factor(hessian, diagonal, order.flip(0))
-        if factor is None:
-            quantized = format.quantize(kept, fit=search.fit_of(self.search, format), shared=shared)
-            why = f"Hessian not positive definite with damping up to {damping:.3g}"
-            return Solution(quantized, damping, int(dead.sum()), fallback=why)
-        keep = None if mask is None else mask.T[order.flip(0)]
-        groups = _Groups(self, format, kept, order, shared, keep)
-        rest = weight.T.contiguous()[order.flip(0)]
-        codes = _round_columns(rest, factor, format, groups)
-        inverse = torch.argsort(order)
-        g_idx = None
-        if self.act_order == "dynamic" and groups.count > 1:
-            g_idx = (torch.arange(weight.shape[1], device=weight.device) // groups.size)[inverse]
-        codes = codes[inverse].T.contiguous()
-        return Solution(format.pack(codes, groups.params(), g_idx), damping, int(dead.sum()))
-
-    def _factor(
-        self, hessian: torch.Tensor, diagonal: torch.Tensor, backwards: torch.Tensor
-    ) -> tuple[torch.Tensor | None, float]:
-        """The transposed upper factor R of the damped Hessian, columns ordered `backwards`; None if there is none.
-
-        Only its upper triangle is meant. With it comes the damping that made the Hessian positive definite.
-        """
-        mean, damping = diagonal.mean(), self.percdamp
+        backwards, mean, damping = order.flip(0), diagonal.mean(), self.percdamp
         for attempt in range(MAX_DAMPING_RETRIES + 1):
             damping = self.percdamp * 2**attempt
             damped = hessian[backwards.unsqueeze(1), backwards]
@@ -118,8 +115,70 @@ class GPTQ(Solver):
             failed = torch.empty((), dtype=torch.int32, device=hessian.device)
             torch.linalg.cholesky_ex(damped.mT, out=(damped.mT, failed))  # in place: the transposed lower factor
             if failed == 0:
-                return damped, damping
-        return None, damping
+                return _Factored(order, dead, damped, damping)
+        return _Factored(order, dead, None, damping)
+
+    def _solve(self, stack: _Stack, format: Format, factored: _Factored) -> list[Solution]:
+        order, dead, damping = factored.order, factored.dead, factored.damping
+        weight = stack.weight.masked_fill_(dead, 0)
+        kept = masked(weight, format, stack.mask)
+        if factored.factor is None:
+            fit = search.fit_of(self.search, format)
+            why = f"Hessian not positive definite with damping up to {damping:.3g}"
+            rounded = [format.quantize(part, fit=fit, shared=own) for part, own in stack.apart(kept)]
+            return [Solution(quantized, damping, int(dead.sum()), fallback=why) for quantized in rounded]
+        backwards = order.flip(0)
+        keep = None if stack.mask is None else stack.mask.T.index_select(0, backwards)
+        groups = _Groups(self, format, kept, order, stack.shared, keep)
+        rest = weight.T.index_select(0, backwards)
+        codes = _round_columns(rest, factored.factor, format, groups)
+        inverse = torch.argsort(order)
+        g_idx = None
+        if self.act_order == "dynamic" and groups.count > 1:
+            g_idx = (torch.arange(len(order), device=order.device) // groups.size)[inverse]
+        params = [torch.split(value, stack.rows) for value in groups.params().values()]
+        parts = zip(torch.split(codes[inverse].T, stack.rows), *params, strict=True)
+        keys = list(groups.fitted[0])
+        packed = [format.pack(own.contiguous(), dict(zip(keys, found, strict=True)), g_idx) for own, *found in parts]
+        return [Solution(quantized, damping, int(dead.sum())) for quantized in packed]
+
+
+@dataclass(frozen=True)
+class _Factored:
+    """The Hessian's transposed upper factor R with columns last to first, of which only the upper triangle is meant.
+
+    `factor` is None if no damping made the Hessian positive definite; `damping` is the last one tried.
+    """
+
+    order: torch.Tensor  # of solving, int64 [in]
+    dead: torch.Tensor  # bool [in]: columns no calibration token ever excited
+    factor: torch.Tensor | None
+    damping: float
+
+
+class _Stack:
+    """Weights one below the other (a copy), with the shared parameters of each row where weights differ in them."""
+
+    def __init__(
+        self, weights: Sequence[torch.Tensor], shared: Sequence[Params], masks: Sequence[torch.Tensor | None]
+    ) -> None:
+        self.rows = [len(weight) for weight in weights]
+        self.weight = torch.cat([*weights])
+        self.each = shared
+        self.shared = shared[0]
+        if len(weights) > 1:
+            of_rows = [
+                {k: v.expand(rows, -1) for k, v in own.items()} for own, rows in zip(shared, self.rows, strict=True)
+            ]
+            self.shared = {key: torch.cat([own[key] for own in of_rows]) for key in shared[0]}
+        self.mask = None
+        if any(mask is not None for mask in masks):
+            pairs = zip(weights, masks, strict=True)
+            self.mask = torch.cat([torch.ones_like(w, dtype=torch.bool) if m is None else m for w, m in pairs])
+
+    def apart(self, weight: torch.Tensor) -> Iterator[tuple[torch.Tensor, Params]]:
+        """The rows of each weight, out of a stack like `weight`, and its shared parameters."""
+        return zip(torch.split(weight, self.rows), self.each, strict=True)
 
 
 class _Groups:
@@ -134,7 +193,7 @@ class _Groups:
         format: Format,
         weight: torch.Tensor,
         order: torch.Tensor,
-        shared: Params | None,
+        shared: Params,
         keep: torch.Tensor | None,
     ) -> None:
         width = weight.shape[1]
@@ -144,7 +203,7 @@ class _Groups:
         self.size = format.block_size(width)
         self.count = -(-width // self.size)
         self.refit = solver.act_order != "static" and self.count > 1
-        self.shared = format.shared(weight) if shared is None else shared
+        self.shared = shared
         self.fitted: list[Params] = []
         columns = range(width) if self.refit else order.tolist()
         self.group_of = [column // self.size for column in columns]  # by position in the order of solving

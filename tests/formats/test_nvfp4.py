@@ -84,9 +84,9 @@ def test_fused_linears_share_the_tensor_scale() -> None:
     weights = [torch.randn(rows, 64, generator=generator) * size for rows, size in ((32, 1.0), (8, 3.0), (8, 0.1))]
     for format in (NVFP4(), NVFP4(four_over_six=True)):
         together = format.quantize(torch.cat(weights))
-        assert torch.equal(format.shared_scale(weights), together.parts["scale_2"])
+        assert torch.equal(format.shared_among(weights)[1]["scale_2"], together.parts["scale_2"])
         for weight, rows in zip(weights, together.parts["scale"].split([32, 8, 8]), strict=True):
-            blocks = format.fit(weight.reshape(-1, 16), {"scale_2": format.shared_scale(weights)})
+            blocks = format.fit(weight.reshape(-1, 16), format.shared_among(weights)[0])
             assert torch.equal(blocks["scale"].view(rows.shape), rows.float())
 
 
