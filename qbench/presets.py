@@ -140,6 +140,11 @@ PRESETS: dict[str, dict[str, Any]] = {
         "format": _GROUPED_INT4,
         "solver": {"name": "gptq", "percdamp": 0.01, "act_order": "static"},
     },
+    "autoround": {
+        "description": "4-bit integers in groups of 128, rounding and ranges learned from the output of each block",
+        "format": _GROUPED_INT4,
+        "solver": {"name": "signround", "iters": 200},
+    },
     "awq": {
         "description": "4-bit integers in groups of 128, channels with large activations scaled up, ranges clipped",
         "format": _GROUPED_INT4 | {"symmetric": False},
@@ -169,15 +174,17 @@ OPTIONAL = ("transform", "activation", "prune")  # a recipe may take them from a
 def build_axis(axis: str, preset: str | None, *layers: dict[str, Any]) -> Any:
     """The member of `axis` (a key of `AXES`) that `layers` of fields over a preset's describe.
 
-    A layer that names another format than the one below it starts afresh. None without any name, or where a transform
-    or activation is named ``none``. Raises ValueError with the reason.
+    A layer that names another member than the one below it starts afresh. None for a format without a name, and where
+    nothing is said of an axis that may be left out, or it is named ``none``. Raises ValueError with the reason.
     """
     start = PRESETS[preset] if preset is not None else {"format": {}, "solver": {"name": "nearest"}}
     fields: dict[str, Any] = dict(start.get(axis, {}))
     for layer in layers:
         afresh = "name" in layer and layer["name"] != fields.get("name")
         fields = dict(layer) if afresh else {**fields, **layer}
-    if "name" not in fields or (axis in OPTIONAL and fields == {"name": "none"}):
+    if axis in OPTIONAL and fields in ({}, {"name": "none"}):
+        return None
+    if axis == "format" and "name" not in fields:
         return None
     try:
         built = build(AXES[axis], fields)

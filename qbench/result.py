@@ -46,6 +46,7 @@ METRICS = {
     "scored_tokens": Metric("tokens", "quality", "positions behind the numbers; detail: confidence bucket"),
     "top1_agreement": Metric("fraction", "quality", "positions where both put the same token first"),
     "bits_per_weight": Metric("bits", "size", "stored bits of compressed linears, scales included, over weights"),
+    "sparsity": Metric("fraction", "size", "weights of pruned linears that decode to 0, over all of them"),
     "weight_bytes": Metric("bytes", "size", "all weights as the runtime holds them"),
     "disk_bytes": Metric("bytes", "size", "the variant's own folder"),
     "peak_memory_bytes": Metric("bytes", "speed", "detail: where (process, accelerator)"),

@@ -1,10 +1,10 @@
-"""What is done to one module: the format of its weight, the solver that chooses the codes, the transform before
-it, and how the module's input is rounded when it runs."""
+"""What is done to one module: the format of its weight, the solver that chooses the codes, the transform and the
+pruning before it, and how the module's input is rounded when it runs."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
 
 from qbench.formats.base import Format
 
@@ -24,3 +24,13 @@ class Scheme:
     transform: Transform | None = None
     prune: Pruning | None = None
     activation: ActivationFormat | None = None
+
+    @property
+    def uses_statistics(self) -> bool:
+        """Whether the module's inputs decide its codes, so that the linears before it are solved first."""
+        return self.solver.uses_hessian or (self.prune is not None and self.prune.uses_inputs)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for content keys."""
+        parts = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: part and part.to_dict() for name, part in parts.items()}

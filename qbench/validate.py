@@ -22,6 +22,7 @@ from qbench.registry import nearest
 from qbench.resolve import module_shapes, replaced, resolve
 from qbench.runtime.placement import choose_device
 from qbench.scheme import Scheme
+from qbench.solvers.base import zero_refusal
 from qbench.transforms.hadamard import Rotated
 from qbench.validate_data import check_rows
 
@@ -102,6 +103,7 @@ def check(recipe: Recipe, source: ModelSource, *, out: Path | None = None, only:
         warnings += [f"variants.{name}: {sentence}" for sentence in replaced(variant, source)]
         if not schemes[name] and not unmatched:
             wrong.append(f"variants.{name}: every module is ignored; nothing would be compressed.")
+        wrong += _check_pruning(name, schemes[name], source)
         wrong += _check_exports(name, variant, schemes[name], source)
         if variant.rotate:
             try:
@@ -174,6 +176,21 @@ def _closest(pattern: str, modules: Iterable[str]) -> str:
     """A hint that lists each kind of module once: the names without what comes before the layer's own part."""
     kinds = {module.partition(".layers.")[2].partition(".")[2] or module for module in modules}
     return nearest(pattern, kinds)
+
+
+def _check_pruning(name: str, schemes: dict[str, Scheme], source: ModelSource) -> list[str]:
+    """What keeps modules from being pruned as they should be, one sentence a reason with how many it keeps."""
+    shapes = module_shapes(source)
+    reasons: dict[str, list[str]] = {}
+    for module, scheme in schemes.items():
+        if scheme.prune is not None:
+            for why in (zero_refusal(scheme.format), scheme.prune.refusal(shapes[module][1])):
+                if why is not None:
+                    reasons.setdefault(why, []).append(module)
+    return [
+        f"variants.{name}.prune: {why}; {modules[0]}{f' and {len(modules) - 1} more' if modules[1:] else ''}."
+        for why, modules in reasons.items()
+    ]
 
 
 def _check_exports(name: str, variant: Variant, schemes: dict[str, Scheme], source: ModelSource) -> list[str]:

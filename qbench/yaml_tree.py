@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,20 @@ from qbench.registry import nearest
 
 MAX_VALUES = 100_000  # in one recipe, aliases written out
 KeyPath = tuple[str | int, ...]
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML with the numbers of version 1.2: ``1e-3`` is one, and ``2:4`` is text where 1.1 counts in sixties."""
+
+
+_FLOAT = r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
+_NUMBERS = {"tag:yaml.org,2002:int": r"[-+]?(?:0|[1-9][0-9]*)|0x[0-9a-fA-F]+", "tag:yaml.org,2002:float": _FLOAT}
+_Loader.yaml_implicit_resolvers = {
+    first: [pair for pair in pairs if pair[0] not in _NUMBERS]
+    for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+for _tag, _pattern in _NUMBERS.items():
+    _Loader.add_implicit_resolver(_tag, re.compile(f"^(?:{_pattern})$"), list("-+.0123456789"))
 
 
 @dataclass
@@ -58,10 +73,10 @@ def read_tree(file: Path) -> Tree:
 def _parsed(text: str, where: str) -> tuple[yaml.Node | None, Any]:
     """The nodes and the value of a YAML text. Raises `QbenchError` when it is not valid or aliases make it endless."""
     try:
-        root = yaml.compose(text, yaml.SafeLoader)
+        root = yaml.compose(text, _Loader)
         if _expanded(root, {}) > MAX_VALUES:
             raise QbenchError(f"{where}: its aliases make it more than {MAX_VALUES} values.")
-        return root, yaml.safe_load(text)
+        return root, yaml.load(text, _Loader)
     except (yaml.YAMLError, ValueError) as error:
         raise QbenchError(f"{where}: not valid YAML: {error}") from error
     except RecursionError:

@@ -19,7 +19,7 @@ BITS_FOR_WIDTH = 4096  # input columns of the layer for which bits per weight ar
 
 @guarded
 def command(as_json: Json = False) -> None:
-    """Lists presets, formats, solvers, transforms, activation formats and export layouts.
+    """Lists presets, formats, solvers, transforms, ways of pruning, activation formats and export layouts.
 
     A preset is a format, a solver and perhaps a transform and an activation format, with every field filled in; a
     recipe may change any of them.
@@ -37,11 +37,11 @@ def command(as_json: Json = False) -> None:
     out = words(as_json)
     presets = Table("preset", "bits", "what it is, and what a recipe may change", title="Presets")
     for name, preset in found["presets"].items():
-        axes = [axis for axis in ("transform", "format", "solver", "activation") if axis in preset]
+        axes = [axis for axis in ("transform", "prune", "format", "solver", "activation") if axis in preset]
         opened = "\n".join(f"  {axis}: {_flow(preset[axis])}" for axis in axes)
         presets.add_row(name, f"{preset['bits_per_weight']:.2f}", f"{preset['description']}\n{opened}")
     out.print(presets)
-    for kind in ("formats", "solvers", "transforms", "activations", "layouts"):
+    for kind in ("formats", "solvers", "transforms", "prune", "activations", "layouts"):
         table = Table("name", "fields", "what", title=kind.capitalize())
         for name, entry in found[kind].items():
             options = "\n".join(f"{key}: {value}" for key, value in entry["fields"].items())
@@ -57,6 +57,7 @@ def known_methods() -> dict[str, dict[str, Any]]:
     from qbench.presets import PRESETS
     from qbench.solvers.base import SOLVERS
     from qbench.transforms.base import TRANSFORMS
+    from qbench.transforms.prune import PRUNERS
 
     presets = {}
     for name, preset in PRESETS.items():
@@ -67,6 +68,7 @@ def known_methods() -> dict[str, dict[str, Any]]:
         "formats": {name: _described(FORMATS.get(name)) for name in FORMATS.names()},
         "solvers": {name: _described(SOLVERS.get(name)) for name in SOLVERS.names()},
         "transforms": {name: _described(TRANSFORMS.get(name)) for name in TRANSFORMS.names()},
+        "prune": {name: _described(PRUNERS.get(name)) for name in PRUNERS.names()},
         "activations": {name: _described(ACTIVATIONS.get(name)) for name in ACTIVATIONS.names()},
         "layouts": {name: {"description": text, "fields": {}} for name, text in LAYOUT_READERS.items()},
     }

@@ -62,6 +62,7 @@ def all_columns(rows: Sequence[Result]) -> list[Column]:
     alone = f"{low} request{'s' if low != 1 else ''} in flight"
     columns = [
         Column("bits", "bits / weight", "bits_per_weight", {}, "lower", text.fixed(2), "compressed linears, scales in"),
+        Column("sparsity", "zeros %", "sparsity", {}, "higher", text.percent, "pruned linears' weights that are 0"),
         Column("disk", "disk MB", "disk_bytes", {}, "lower", text.megabytes, "size of the variant's folder"),
         Column("perplexity", "perplexity", "perplexity", {}, "lower", text.fixed(2), "on held-out text"),
         Column("kl", "KL mean", "kl_mean", {}, "lower", text.divergence, "KL(reference || variant), nats a token"),
