@@ -17,10 +17,13 @@ from torch import nn
 from qbench.calibration.hessian import InputStatistics
 from qbench.compress.activations import Activations
 from qbench.compress.block import BlockCompression, LayerReport, plain, solve
+from qbench.compress.kv_cache import round_keys_and_values
+from qbench.compress.passes import Passes
 from qbench.compress.progress_state import ProgressState
 from qbench.compress.skeleton import Skeleton
 from qbench.errors import QbenchError
 from qbench.formats.base import QuantizedTensor
+from qbench.formats.kv_cache import KVCache, KVFormat
 from qbench.models.compressed import CompressedModel, CompressedWriter
 from qbench.models.source import ModelSource
 from qbench.progress import progress_bar
@@ -46,19 +49,23 @@ def compress(
     folder: Path,
     *,
     key: str,
+    kv_cache: KVFormat | None = None,
     device: torch.device | None = None,
     label: str = "compress",
 ) -> Compression:
     """Compresses `source` by `schemes` (module name -> scheme) over calibration `rows` into `folder`.
 
+    `kv_cache` is how the model will keep keys and values: from each block on, the blocks after it feel them rounded.
     Work in progress lies beside it in ``FOLDER.part`` and is taken up again by a later call with the same `key`, which
-    must change whenever source, schemes or rows do. The files are the same bytes whether or not a run was interrupted.
+    must change whenever source, schemes, `kv_cache` or rows do. The files are the same bytes whether or not a run was
+    interrupted.
     Raises `QbenchError` naming the layer when an activation is not finite or a scheme names what is not a linear.
     """
     device = device or torch.device("cpu")
     skeleton = Skeleton(source, device)
     depth = len(skeleton.blocks)
-    if not any(_uses_every_row(scheme) for scheme in schemes.values()):
+    calibrated = kv_cache is not None and kv_cache.calibrated
+    if not calibrated and not any(_uses_every_row(scheme) for scheme in schemes.values()):
         rows = _first_tokens(rows, ERROR_TOKENS)
     batches = _batches(rows)
     state = ProgressState(folder.with_name(folder.name + ".part"), key)
@@ -74,6 +81,10 @@ def compress(
             with skeleton.filled(skeleton.block_name(index)) as block:
                 worker = BlockCompression(skeleton, index, block, block_calls, schemes)
                 tensors, layers = worker.compress(hidden)
+                if kv_cache is not None:
+                    passes = Passes(skeleton, block, hidden, block_calls)
+                    scales = round_keys_and_values(passes, skeleton.block_name(index), kv_cache)
+                    state.kv_scales += [scales] if scales is not None else []
                 worker.forward_in_place(hidden)
             writer.write_shard(index, tensors)
             reports += layers
@@ -84,7 +95,7 @@ def compress(
     config = dict(source.config)
     if "lm_head" in schemes:
         config["tie_word_embeddings"] = False
-    writer.finish(source, config)
+    writer.finish(source, config, KVCache(kv_cache, tuple(state.kv_scales)) if kv_cache is not None else None)
     model = CompressedModel(state.finish(folder))
     return Compression(model, reports + layers)
 

@@ -25,10 +25,12 @@ class ProgressState:
         self.key = key
         self.blocks_done = 0
         self.reports: list[dict[str, Any]] = []
+        self.kv_scales: list[tuple[float, float]] = []  # of the finished blocks, for a calibrated KV-cache format
         saved = self._read()
         if saved.get("key") == key:
             self.blocks_done = saved["blocks_done"]
             self.reports = saved["reports"]
+            self.kv_scales = [(keys, values) for keys, values in saved["kv_scales"]]
             for torn in folder.rglob(".*.part"):  # a file that was being written when the run was killed
                 torn.unlink()
         elif folder.exists():
@@ -48,10 +50,11 @@ class ProgressState:
         return self._progress / f"hidden-{blocks_done:05d}.safetensors"
 
     def save(self, blocks_done: int, hidden: list[torch.Tensor], reports: list[dict[str, Any]]) -> None:
-        """Records that `blocks_done` blocks are written and `hidden` goes into the next one."""
+        """Records that `blocks_done` blocks are written, their `kv_scales`, and what goes into the next one."""
         write_safetensors(self._hidden_path(blocks_done), {f"{i:05d}": batch for i, batch in enumerate(hidden)})
         with written_whole(self._progress / "state.json") as temporary:
-            temporary.write_text(json.dumps({"key": self.key, "blocks_done": blocks_done, "reports": reports}))
+            state = {"key": self.key, "blocks_done": blocks_done, "reports": reports, "kv_scales": self.kv_scales}
+            temporary.write_text(json.dumps(state))
         self._hidden_path(blocks_done - 1).unlink(missing_ok=True)
 
     def load_hidden(self) -> list[torch.Tensor]:

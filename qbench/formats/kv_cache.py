@@ -40,6 +40,13 @@ class KVFormat(ABC):
     def decode(self, parts: Params, scale: float | None = None) -> torch.Tensor:
         """Float32 ``[tokens, kv_heads, head_dim]``. Parts that are all zeros (a cache's empty pages) give zeros."""
 
+    def scale(self, amax: float) -> float | None:
+        """A layer's scale for keys or values up to `amax`; None for a format that needs none.
+
+        Raises `QbenchError` where there is none: nothing but zeros was seen, or a value that is not finite.
+        """
+        return None
+
     @abstractmethod
     def check(self, head_dim: int) -> None:
         """Raises `QbenchError` when heads of this size cannot be kept."""
@@ -61,6 +68,11 @@ class FP8(KVFormat):
     name: ClassVar[str] = "fp8"
     calibrated: ClassVar[bool] = True
 
+    def scale(self, amax: float) -> float:
+        if not 0 < amax < float("inf"):
+            raise QbenchError(f"the largest magnitude is {amax}; a scale needs a finite one above 0.")
+        return float(torch.tensor(amax, dtype=torch.float32) / ELEMENT_MAX["e4m3"])
+
     def check(self, head_dim: int) -> None:
         """Any size will do."""
 
@@ -72,13 +84,6 @@ class FP8(KVFormat):
     def decode(self, parts: Params, scale: float | None = None) -> torch.Tensor:
         assert scale is not None
         return parts["codes"].view(torch.float8_e4m3fn).float() * scale
-
-    @staticmethod
-    def scale(amax: float) -> float:
-        """The scale of values up to `amax`. Raises `QbenchError` where there is none: no value, or only zeros, seen."""
-        if not 0 < amax < float("inf"):
-            raise QbenchError(f"the largest magnitude is {amax}; a scale needs a finite one above 0.")
-        return float(torch.tensor(amax, dtype=torch.float32) / ELEMENT_MAX["e4m3"])
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,8 @@ A folder with the source's ``config.json`` and side files, safetensors shards wi
         {"format": {"name": "int", ...}, "shape": [1536, 576], "parts": ["codes", "scale"]}}}
 
 An entry whose linear's input is rounded as well has an ``"activation": {"name": "int8", ...}``.
+A model whose keys and values are kept in a format of their own has a ``"kv_cache": {"format": {"name": "fp8"},
+"scales": {"0": [keys, values], ...}}``; formats that need no calibration have no scales.
 
 A part of a quantized tensor is stored under the tensor's name, a dot, and the part's name. ``qbench.json`` is written
 last: a folder without it is not a model.
@@ -25,6 +27,7 @@ import torch
 from qbench.errors import QbenchError
 from qbench.formats.activation import activation_from_dict
 from qbench.formats.base import QuantizedTensor, format_from_dict
+from qbench.formats.kv_cache import KVCache
 from qbench.models.huggingface import open_huggingface
 from qbench.models.safetensors_writer import write_safetensors
 from qbench.models.source import ModelSource, TensorInfo
@@ -50,6 +53,8 @@ class CompressedModel(ModelSource):
             found = manifest.get("version")
             raise QbenchError(f"{folder / MANIFEST}: version is {found!r}; this qbench reads version {VERSION}.")
         self.origin: dict[str, Any] = manifest["source"]
+        if "kv_cache" in manifest:
+            self.kv_cache = KVCache.from_dict(manifest["kv_cache"])
         self._quantized: dict[str, dict[str, Any]] = manifest["quantized"]
         for name, entry in self._quantized.items():
             for part in entry["parts"]:
@@ -121,7 +126,7 @@ class CompressedWriter:
                 plain[name] = tensor
         write_safetensors(self.shard_path(index), plain, {"qbench": json.dumps(quantized, sort_keys=True)})
 
-    def finish(self, source: ModelSource, config: dict[str, Any]) -> CompressedModel:
+    def finish(self, source: ModelSource, config: dict[str, Any], kv_cache: KVCache | None = None) -> CompressedModel:
         """Writes index, config, side files and, last, ``qbench.json``; opens the result."""
         from safetensors import safe_open
 
@@ -141,7 +146,10 @@ class CompressedWriter:
         self._write_json("model.safetensors.index.json", index_json)
         self._write_json("config.json", config)
         origin = {"location": source.location, "revision": source.revision}
-        self._write_json(MANIFEST, {"version": VERSION, "source": origin, "quantized": dict(sorted(quantized.items()))})
+        manifest = {"version": VERSION, "source": origin, "quantized": dict(sorted(quantized.items()))}
+        if kv_cache is not None:
+            manifest["kv_cache"] = kv_cache.to_dict()
+        self._write_json(MANIFEST, manifest)
         return CompressedModel(self.folder)
 
     def _write_json(self, name: str, content: dict[str, Any]) -> None:
