@@ -24,6 +24,7 @@ FLOORS = {
     "scheme": 4,
     "compress": 4,
     "export": 4,
+    "peers": 4,
     "runtime": 4,
     "evaluate": 5,
     "benchmark": 5,

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from qbench.errors import QbenchError
 from qbench.formats.activation import INPUT_SCALE, ActivationFormat
 from qbench.formats.base import QuantizedTensor
+from qbench.formats.dense import Dense
 from qbench.formats.float8 import FP8
 from qbench.formats.fourbit import FourBit
 from qbench.formats.mx import MXFP8
@@ -66,6 +67,8 @@ def prepare(weight: torch.Tensor | QuantizedTensor, dtype: torch.dtype, device: 
     if isinstance(weight, torch.Tensor):
         moved = weight.to(device, dtype)
         return moved.t().contiguous().t() if device.type == "cpu" else moved
+    if isinstance(weight.format, Dense) and weight.activation is None:
+        return prepare(weight.parts["weight"], dtype, device)
     if weight.activation is not None:
         if int8.supports(weight, device):
             return Int8Weight.repack(weight, device)
