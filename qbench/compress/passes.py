@@ -34,7 +34,7 @@ class Passes:
         rows, length = self.hidden[0].shape[:2]
         taken = max(1, min(rows, tokens // length))
         inputs = self.hidden[0][:taken]
-        return inputs, self.skeleton.run_block(self.block, inputs, self.calls[0].first_rows(taken, rows))
+        return inputs, self.skeleton.run_block(self.block, inputs, self.calls[0].rows(slice(taken), rows))
 
     def collect(self, wanted: Sequence[tuple[nn.Linear, Statistics]]) -> None:
         """Adds what each linear is given to its statistics, in one pass that stops when the last one was seen."""

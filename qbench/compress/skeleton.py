@@ -27,14 +27,14 @@ class BlockCall:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
-    def first_rows(self, rows: int, batch: int) -> BlockCall:
-        """The call for the first `rows` of the `batch` rows it was noted with: what has a value a row is cut."""
+    def rows(self, rows: torch.Tensor | slice, batch: int) -> BlockCall:
+        """The call for some of the `batch` rows it was noted with: of what has a value a row, those are taken."""
 
         def cut(value: Any) -> Any:
             if isinstance(value, tuple):
                 return tuple(map(cut, value))
             has_rows = isinstance(value, torch.Tensor) and value.ndim > 1 and value.shape[0] == batch
-            return value[:rows] if has_rows else value
+            return value[rows] if has_rows else value
 
         return BlockCall(tuple(map(cut, self.args)), {key: cut(value) for key, value in self.kwargs.items()})
 

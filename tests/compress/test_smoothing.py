@@ -74,7 +74,7 @@ def smooth(source: ModelSource, transform: Transform, block: int = 0) -> tuple[S
         done = Smoother(module, name, worker.schemes, passes).apply(trace(module, lambda: passes.first(1)[1]))
         after = copy.deepcopy(module).double()
         inputs = 3 * torch.randn(2, 48, hidden[0].shape[-1], dtype=torch.float64)  # not what the scales were chosen on
-        call = worker.calls[0].first_rows(2, 4)
+        call = worker.calls[0].rows(slice(2), 4)
         call.kwargs = {key: _double(value) for key, value in call.kwargs.items()}
         outputs = [skeleton.run_block(m, inputs, call) for m in (before, after)]
         difference = torch.linalg.norm(outputs[1] - outputs[0]) / torch.linalg.norm(outputs[0] - inputs)
