@@ -14,6 +14,7 @@ of 256 long; `for_width` names the type that llama.cpp takes instead.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -62,6 +63,11 @@ class _KQuant(GGUFBlocks):
             return self
         other: Format = FORMATS.get(self.instead)()
         return other.for_width(in_features)
+
+    @abstractmethod
+    def fields(self, blocks: torch.Tensor) -> tuple[torch.Tensor, Params]:
+        """Of blocks of bytes ``[..., nbytes]``: codes ``[..., 256]``, and the scales as they are stored: float32 `d` (and
+        `dmin`) ``[..., 1]``, integer `scales` (and `mins`) ``[..., k]``."""
 
     def _subblocks(self, x: torch.Tensor) -> torch.Tensor:
         """``[256, blocks]`` as ``[sub, sub-blocks * blocks]``."""
@@ -129,6 +135,11 @@ class _Affine(_KQuant):
             "minimum": self._each(params["dmin"] * params["mins"], start, stop),
         }
 
+    def from_bytes(self, blocks: torch.Tensor) -> tuple[torch.Tensor, Params]:
+        codes, found = self.fields(blocks)
+        scale, minimum = found["d"] * found["scales"].float(), found["dmin"] * found["mins"].float()
+        return codes, {"scale": scale, "minimum": minimum}
+
     def encode(self, columns: torch.Tensor, params: Params) -> torch.Tensor:
         scale = params["scale"]
         steps = ((columns + params["minimum"]) / scale).round_().clamp_(0, self.top)
@@ -149,6 +160,10 @@ class _Symmetric(_KQuant):
 
     def spread(self, params: Params, start: int, stop: int) -> Params:
         return {"scale": self._each(params["d"] * params["scales"], start, stop)}
+
+    def from_bytes(self, blocks: torch.Tensor) -> tuple[torch.Tensor, Params]:
+        codes, found = self.fields(blocks)
+        return codes, {"scale": found["d"] * found["scales"].float()}
 
     def encode(self, columns: torch.Tensor, params: Params) -> torch.Tensor:
         scale = params["scale"]
@@ -180,10 +195,10 @@ class Q2_K(_Affine):  # noqa: N801
         scales = params["scales"].byte() | (params["mins"].byte() << 4)
         return torch.cat([scales, pack_planes(codes, 2, 32), half_bytes(params["d"]), half_bytes(params["dmin"])], -1)
 
-    def from_bytes(self, blocks: torch.Tensor) -> tuple[torch.Tensor, Params]:
+    def fields(self, blocks: torch.Tensor) -> tuple[torch.Tensor, Params]:
         scales, mins = blocks[..., :16] & 15, blocks[..., :16] >> 4
         d, dmin = half_field(blocks, 80), half_field(blocks, 82)
-        return unpack_planes(blocks[..., 16:80], 2, 32), {"scale": d * scales.float(), "minimum": dmin * mins.float()}
+        return unpack_planes(blocks[..., 16:80], 2, 32), {"d": d, "scales": scales, "dmin": dmin, "mins": mins}
 
 
 class _SixBitScales(_Affine):
@@ -199,13 +214,12 @@ class _SixBitScales(_Affine):
             fields.append(pack_planes(codes >> 4, 1, 32))
         return torch.cat([*fields, pack_planes(codes & 15, 4, 32)], -1)
 
-    def from_bytes(self, blocks: torch.Tensor) -> tuple[torch.Tensor, Params]:
+    def fields(self, blocks: torch.Tensor) -> tuple[torch.Tensor, Params]:
         scales, mins = unpack_scales_and_mins(blocks[..., 4:16])
         codes = unpack_planes(blocks[..., -128:], 4, 32)
         if self.bits == 5:
             codes = codes | (unpack_planes(blocks[..., 16:48], 1, 32) << 4)
-        d, dmin = half_field(blocks, 0), half_field(blocks, 2)
-        return codes, {"scale": d * scales.float(), "minimum": dmin * mins.float()}
+        return codes, {"d": half_field(blocks, 0), "scales": scales, "dmin": half_field(blocks, 2), "mins": mins}
 
 
 @dataclass(frozen=True)
@@ -258,9 +272,10 @@ class Q3_K(_Symmetric):  # noqa: N801
         fields = [pack_planes(codes >> 2, 1, 32), pack_planes(codes & 3, 2, 32)]
         return torch.cat([*fields, pack_scales((params["scales"] + 32).byte()), half_bytes(params["d"])], -1)
 
-    def from_bytes(self, blocks: torch.Tensor) -> tuple[torch.Tensor, Params]:
+    def fields(self, blocks: torch.Tensor) -> tuple[torch.Tensor, Params]:
         codes = unpack_planes(blocks[..., 32:96], 2, 32) | (unpack_planes(blocks[..., :32], 1, 32) << 2)
-        return codes, {"scale": half_field(blocks, 108) * (unpack_scales(blocks[..., 96:108]).float() - 32)}
+        scales = unpack_scales(blocks[..., 96:108]).to(torch.int8) - 32
+        return codes, {"d": half_field(blocks, 108), "scales": scales}
 
 
 @dataclass(frozen=True)
@@ -289,7 +304,7 @@ class Q6_K(_Symmetric):  # noqa: N801
         scales = params["scales"].to(torch.int8).contiguous().view(torch.uint8)
         return torch.cat([*fields, scales, half_bytes(params["d"])], -1)
 
-    def from_bytes(self, blocks: torch.Tensor) -> tuple[torch.Tensor, Params]:
+    def fields(self, blocks: torch.Tensor) -> tuple[torch.Tensor, Params]:
         codes = unpack_planes(blocks[..., :128], 4, 64) | (unpack_planes(blocks[..., 128:192], 2, 32) << 4)
-        scales = blocks[..., 192:208].contiguous().view(torch.int8).float()
-        return codes, {"scale": half_field(blocks, 208) * scales}
+        scales = blocks[..., 192:208].contiguous().view(torch.int8)
+        return codes, {"d": half_field(blocks, 208), "scales": scales}
