@@ -66,8 +66,8 @@ class _KQuant(GGUFBlocks):
 
     @abstractmethod
     def fields(self, blocks: torch.Tensor) -> tuple[torch.Tensor, Params]:
-        """Of blocks of bytes ``[..., nbytes]``: codes ``[..., 256]``, and the scales as they are stored: float32 `d` (and
-        `dmin`) ``[..., 1]``, integer `scales` (and `mins`) ``[..., k]``."""
+        """Of blocks of bytes ``[..., nbytes]``: codes ``[..., 256]``, and the scales as they are stored: float32 `d`
+        (and `dmin`) ``[..., 1]``, integer `scales` (and `mins`) ``[..., k]``."""
 
     def _subblocks(self, x: torch.Tensor) -> torch.Tensor:
         """``[256, blocks]`` as ``[sub, sub-blocks * blocks]``."""
