@@ -28,7 +28,8 @@ from qbench.result import Result, make_results, result_from_dict
 from qbench.scheme import Scheme
 
 if TYPE_CHECKING:
-    from qbench.compress.block import LayerReport
+    from qbench.compress.solve import LayerReport
+    from qbench.formats.kv_cache import KVFormat
     from qbench.models.source import ModelSource
 
 REFERENCE = "reference"
@@ -69,13 +70,18 @@ class Stages:
         return self.inputs.calibration(self.recipe.calibration_of(self.name))
 
     @property
+    def _kv_format(self) -> KVFormat | None:
+        return self.recipe.variants[self.name].kv_format
+
+    @property
     def model_key(self) -> str:
         """Of the weights: source, schemes, calibration rows. The reference is its source."""
         revision = self._source.revision
         if self.schemes is None:
             return stage_key(REFERENCE, revision, qbench.__version__)
         plain = {name: scheme.to_dict() for name, scheme in self.schemes.items()}
-        return stage_key("compress", qbench.__version__, revision, plain, self.calibration.token_ids)
+        kv_cache = [self._kv_format.to_dict()] if self._kv_format is not None else []
+        return stage_key("compress", qbench.__version__, revision, plain, self.calibration.token_ids, *kv_cache)
 
     def run(self) -> None:
         """Runs what is not there yet."""
@@ -132,6 +138,7 @@ class Stages:
             self.calibration.token_ids,
             self.model_folder,
             key=self.model_key,
+            kv_cache=self._kv_format,
             device=choose_device(self.recipe.model.device),
             label=f"{self.name}: compress",
         )
@@ -210,6 +217,8 @@ class Stages:
 def _compression_rows(
     layers: list[LayerReport], tensors: Mapping[str, Any], seconds: float
 ) -> list[tuple[str, float, dict[str, Any]]]:
+    if not layers:
+        return [("compress_seconds", seconds, {})]
     weights = {layer.module: _count(tensors[f"{layer.module}.weight"].shape) for layer in layers}
     bits = sum(layer.bits_per_weight * weights[layer.module] for layer in layers) / sum(weights.values())
     rows: list[tuple[str, float, dict[str, Any]]] = [

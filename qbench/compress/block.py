@@ -3,42 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import nn
 
-from qbench.calibration.hessian import InputStatistics, relative_output_error
+from qbench.calibration.hessian import InputStatistics
 from qbench.compress.activations import Activations
+from qbench.compress.learned import Progress, learned
 from qbench.compress.passes import Passes
 from qbench.compress.skeleton import BlockCall, Skeleton
 from qbench.compress.smoothing import Smoothed, Smoother
+from qbench.compress.solve import LayerReport, Target, solve
 from qbench.compress.trace import Trace, trace
 from qbench.errors import QbenchError
 from qbench.formats.base import QuantizedTensor
 from qbench.models.source import ModelSource
 from qbench.scheme import Scheme
-from qbench.solvers.nearest import Nearest
-from qbench.transforms.base import Limits, clamped
-
-
-@dataclass(frozen=True)
-class LayerReport:
-    """How one linear was compressed."""
-
-    module: str
-    block: int | None  # index of its decoder block; None outside the blocks
-    format: dict[str, Any]
-    solver: str
-    transform: dict[str, Any] | None  # its name, and what its scales were folded into or why they were `skipped`
-    bits_per_weight: float
-    relative_error: float | None  # ||X(W-Q)^T|| / ||XW^T|| on the calibration tokens; None where no token came by
-    tokens: int
-    damping: float | None
-    dead_columns: int
-    fallback: str | None
-    activation: dict[str, Any] | None = None
 
 
 class BlockCompression:
@@ -60,31 +41,28 @@ class BlockCompression:
         self.activations = Activations(self.prefix, wanted)
 
     def compress(
-        self, hidden: list[torch.Tensor]
+        self, hidden: list[torch.Tensor], targets: list[torch.Tensor], progress: Progress
     ) -> tuple[dict[str, torch.Tensor | QuantizedTensor], list[LayerReport]]:
-        """Solves every linear, leaving its decoded weight in the block; all of the block's tensors to store."""
+        """Solves every linear, leaving its decoded weight in the block; all of the block's tensors to store.
+
+        `targets` are what the uncompressed model has behind this block, for solvers that are `blockwise`.
+        """
         quantized: dict[str, QuantizedTensor] = {}
         reports = []
         passes = Passes(self.skeleton, self.block, hidden, self.calls)
         traced = trace(self.block, lambda: passes.first(1)[1]) if self.linears else Trace()
         smoothed = Smoother(self.block, self.prefix, self.schemes, passes).apply(traced)
         groups = self._groups(traced)
-        sequential = any(scheme.solver.uses_hessian for scheme in self.schemes.values())
+        if any(scheme.solver.blockwise for scheme in self.schemes.values()):
+            self._learn(groups, passes, targets, smoothed, progress)
+        sequential = any(scheme.uses_statistics for scheme in self.schemes.values())
         for stage in [[group] for group in groups] if sequential else [groups]:
             leaders = [self.linears[group[0]] for group in stage]
             collected = [InputStatistics(leader.in_features, self.skeleton.device) for leader in leaders]
             passes.collect(list(zip(leaders, collected, strict=True)))
             for group, statistics in zip(stage, collected, strict=True):
-                for name in group:
-                    report, result = solve(
-                        f"{self.prefix}.{name}",
-                        self.index,
-                        self.linears[name],
-                        self.schemes[name],
-                        statistics,
-                        transform=smoothed.detail.get(name),
-                        limits=smoothed.limits.get(name),
-                    )
+                solved = solve([self._target(name, smoothed) for name in group], self.index, statistics)
+                for name, (report, result) in zip(group, solved, strict=True):
                     quantized[f"{name}.weight"] = result
                     reports.append(report)
                     largest = statistics.max_abs if statistics.tokens else None
@@ -96,6 +74,32 @@ class BlockCompression:
         for name, _ in self.block.named_parameters():
             stored[f"{self.prefix}.{name}"] = quantized[name] if name in quantized else self._dense(name, smoothed)
         return stored, reports
+
+    def _learn(
+        self,
+        groups: list[list[str]],
+        passes: Passes,
+        targets: list[torch.Tensor],
+        smoothed: Smoothed,
+        progress: Progress,
+    ) -> None:
+        """Gives the linears whose solver is `blockwise` their codes."""
+        names = [name for name, scheme in self.schemes.items() if scheme.solver.blockwise]
+        weights = {name: self._target(name, smoothed).weight() for name in names}
+        masks = {}
+        pruned = [group for group in groups if any(self.schemes[name].prune for name in group if name in names)]
+        if pruned:
+            collected = [InputStatistics(self.linears[group[0]].in_features, self.skeleton.device) for group in pruned]
+            passes.collect([(self.linears[group[0]], seen) for group, seen in zip(pruned, collected, strict=True)])
+            for group, seen in zip(pruned, collected, strict=True):
+                for name in group:
+                    if name in names and (prune := self.schemes[name].prune) is not None:
+                        masks[name] = prune.mask(weights[name], seen.hessian(name).diagonal() if seen.tokens else None)
+        try:
+            found = learned(self.block, self.schemes, weights, masks, passes, targets, self.index, progress)
+        except QbenchError as refused:
+            raise QbenchError(f"{self.prefix}: {refused}") from refused
+        self.schemes |= found
 
     def forward_in_place(self, hidden: list[torch.Tensor]) -> None:
         """Replaces each batch of hidden states by this block's output."""
@@ -112,6 +116,10 @@ class BlockCompression:
             return report
         return replace(report, activation=stored.activation.to_dict(), bits_per_weight=stored.bits_per_weight)
 
+    def _target(self, name: str, smoothed: Smoothed) -> Target:
+        limits, detail = smoothed.limits.get(name), smoothed.detail.get(name)
+        return Target(f"{self.prefix}.{name}", self.linears[name], self.schemes[name], limits, detail)
+
     def _groups(self, traced: Trace) -> list[list[str]]:
         """The compressed linears in execution order, those that read one tensor together; unreached ones alone."""
         together = [[name for name in reading.readers if name in self.linears] for reading in traced.readings]
@@ -125,48 +133,6 @@ class BlockCompression:
             return tensor
         changed = self.block.get_parameter(name).data
         return changed if changed.ndim == 1 else changed.to(tensor.dtype)
-
-
-def solve(
-    name: str,
-    block: int | None,
-    linear: nn.Linear,
-    scheme: Scheme,
-    statistics: InputStatistics,
-    *,
-    transform: dict[str, Any] | None = None,
-    limits: Limits | None = None,
-) -> tuple[LayerReport, QuantizedTensor]:
-    """Solves one linear, its weight inside `limits`, and puts the decoded weight in its place."""
-    weight = linear.weight.data
-    if not bool(torch.isfinite(weight).all()):
-        raise QbenchError(f"{name}: its weight holds NaN or infinite values.")
-    hessian = statistics.hessian(name)
-    solver, fallback = scheme.solver, None
-    if solver.uses_hessian and statistics.tokens == 0:
-        solver, fallback = Nearest(), "no calibration token reached it"
-    target = weight if limits is None else clamped(weight, limits, scheme.format.block_size(weight.shape[1]))
-    try:
-        solution = solver.solve(target, scheme.format, hessian if solver.uses_hessian else None)
-    except QbenchError as refused:
-        raise QbenchError(f"{name}: {refused}") from refused
-    decoded = solution.quantized.dequantize()
-    error = relative_output_error(weight, decoded, hessian) if statistics.tokens else None
-    linear.weight.data = decoded
-    report = LayerReport(
-        module=name,
-        block=block,
-        format=scheme.format.to_dict(),
-        solver=scheme.solver.name,
-        transform=transform,
-        bits_per_weight=solution.quantized.bits_per_weight,
-        relative_error=error,
-        tokens=statistics.tokens,
-        damping=solution.damping,
-        dead_columns=solution.dead_columns,
-        fallback=solution.fallback or fallback,
-    )
-    return report, solution.quantized
 
 
 def plain(source: ModelSource, name: str) -> torch.Tensor:

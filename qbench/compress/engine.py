@@ -1,35 +1,38 @@
 """Compression block by block: stream a block in, collect statistics, solve its linears, save it, move on.
 
 In memory at any time: one block's weights, its statistics, and the hidden states of the calibration rows at that
-block. The hidden states come from the blocks before as already quantized, and within a block a linear's statistics are
-taken after the linears before it were quantized (true sequential), because that is what it will see when it runs.
+block, beside them those of the uncompressed model where a solver compares with it. The hidden states come from the
+blocks before as already quantized, and within a block a linear's statistics are taken after the linears before it were
+quantized (true sequential), because that is what it will see when it runs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from qbench.calibration.batches import token_batches
 from qbench.calibration.hessian import InputStatistics
 from qbench.compress.activations import Activations
-from qbench.compress.block import BlockCompression, LayerReport, plain, solve
+from qbench.compress.block import BlockCompression, plain
 from qbench.compress.kv_cache import round_keys_and_values
 from qbench.compress.passes import Passes
 from qbench.compress.progress_state import ProgressState
 from qbench.compress.skeleton import Skeleton
+from qbench.compress.solve import LayerReport, Target, solve
 from qbench.errors import QbenchError
 from qbench.formats.base import QuantizedTensor
 from qbench.formats.kv_cache import KVCache, KVFormat
 from qbench.models.compressed import CompressedModel, CompressedWriter
 from qbench.models.source import ModelSource
-from qbench.progress import progress_bar
+from qbench.progress import Task, progress_bar
 from qbench.scheme import Scheme
 
-BATCH_TOKENS = 4096  # calibration tokens a forward pass takes at once
 ERROR_TOKENS = 2048  # tokens the error is measured on when no solver asks for statistics
 
 
@@ -67,20 +70,27 @@ def compress(
     calibrated = kv_cache is not None and kv_cache.calibrated
     if not calibrated and not any(_uses_every_row(scheme) for scheme in schemes.values()):
         rows = _first_tokens(rows, ERROR_TOKENS)
-    batches = _batches(rows)
+    batches = token_batches(rows)
     state = ProgressState(folder.with_name(folder.name + ".part"), key)
     writer = CompressedWriter(state.folder, depth + 1)
     reports = [LayerReport(**report) for report in state.reports]
     hidden, calls = skeleton.embed(batches)
+    blockwise = any(scheme.solver.blockwise for scheme in schemes.values())
+    floating = list(hidden) if blockwise else []  # the uncompressed model's hidden states
     if state.blocks_done:
-        hidden = [tensor.to(device) for tensor in state.load_hidden()]
+        loaded = [tensor.to(device) for tensor in state.load_hidden()]
+        hidden, floating = loaded[: len(batches)], loaded[len(batches) :]
     with progress_bar(label, depth) as bar:
         bar.advance(state.blocks_done)
         for index in range(state.blocks_done, depth):
             block_calls = [batch[index] for batch in calls]
             with skeleton.filled(skeleton.block_name(index)) as block:
                 worker = BlockCompression(skeleton, index, block, block_calls, schemes)
-                tensors, layers = worker.compress(hidden)
+                if floating:
+                    worker.forward_in_place(floating)
+                progress = partial(_describe, bar, f"{label}: block {index + 1}")
+                tensors, layers = worker.compress(hidden, floating, progress)
+                bar.describe(label)
                 if kv_cache is not None:
                     passes = Passes(skeleton, block, hidden, block_calls)
                     scales = round_keys_and_values(passes, skeleton.block_name(index), kv_cache)
@@ -88,7 +98,7 @@ def compress(
                 worker.forward_in_place(hidden)
             writer.write_shard(index, tensors)
             reports += layers
-            state.save(index + 1, hidden, [asdict(report) for report in reports])
+            state.save(index + 1, hidden + floating, [asdict(report) for report in reports])
             bar.advance()
     outside, layers = _outside_blocks(skeleton, schemes, batches, hidden)
     writer.write_shard(depth, outside)
@@ -124,7 +134,7 @@ def _outside_blocks(
             statistics.add(inputs)
         linear = nn.Linear(weight.shape[1], weight.shape[0], bias=head.bias is not None, device="meta")
         linear.weight = nn.Parameter(weight, requires_grad=False)
-        report, quantized = solve(name, None, linear, scheme, statistics)
+        report, quantized = solve([Target(name, linear, scheme)], None, statistics)[0]
         if scheme.activation is not None:
             activations = Activations("", {name: scheme.activation})
             activations.largest[name] = statistics.max_abs
@@ -140,10 +150,14 @@ def _embedding(skeleton: Skeleton) -> nn.Module:
     return module
 
 
+def _describe(bar: Task, start: str, text: str) -> None:
+    bar.describe(f"{start}, {text}")
+
+
 def _uses_every_row(scheme: Scheme) -> bool:
     """Whether calibration decides anything of the result, or is only what errors are measured on."""
     static = scheme.activation is not None and scheme.activation.static
-    return scheme.solver.uses_hessian or scheme.transform is not None or static
+    return scheme.uses_statistics or scheme.transform is not None or static
 
 
 def _first_tokens(rows: Sequence[Sequence[int]], tokens: int) -> list[Sequence[int]]:
@@ -154,15 +168,3 @@ def _first_tokens(rows: Sequence[Sequence[int]], tokens: int) -> list[Sequence[i
         kept.append(row)
         count += len(row)
     return kept
-
-
-def _batches(rows: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-    """Token ids ``[rows, n]``: neighbouring rows of equal length together, so that nothing is ever padded."""
-    batches: list[list[Sequence[int]]] = []
-    for row in rows:
-        last = batches[-1] if batches else None
-        if last and len(last[0]) == len(row) and (len(last) + 1) * len(row) <= BATCH_TOKENS:
-            last.append(row)
-        else:
-            batches.append([row])
-    return [torch.tensor(batch, dtype=torch.long) for batch in batches]
