@@ -102,7 +102,7 @@ class Estimator:
         hidden = self._calibration_tokens() * self.hidden_size * FLOAT32
         return Estimate(
             weight_bytes=total,
-            bits_per_weight=8 * sum(compressed.values()) / weights if weights else 0.0,
+            bits_per_weight=8 * (sum(compressed.values()) / weights if weights else total / self.parameters),
             compress_memory=self._compress_memory(schemes, hidden),
             run_memory=self._run_memory(total),
             disk=total * (1 + num_exports) + hidden,

@@ -115,6 +115,7 @@ def _provenance(job: MeasureJob, llm: LLM, **more: Any) -> dict[str, Any]:
         **job.provenance,
         "dtype": str(llm.dtype).removeprefix("torch."),
         "device": str(llm.device),
+        "kv_cache": llm.runner.cache.stored_as,
         "threads": torch.get_num_threads(),
         "kernel": "+".join(sorted(llm.runner.kernels)),
         "engine": "qbench",
@@ -141,6 +142,7 @@ def _speed(job: MeasureJob, recipe: Recipe, llm: LLM, tokens: list[int]) -> list
             bar.advance()
     runner = llm.runner
     measured += [("weight_bytes", runner.weight_bytes, {}), ("kv_cache_bytes", runner.kv_cache_bytes, {})]
+    measured.append(("kv_token_bytes", runner.cache.token_bytes, {}))
     measured += peak_memory(llm.device)
     about = _provenance(
         job, llm, workload=workload.provenance(), prefix_cache=llm.engine.settings.enable_prefix_caching

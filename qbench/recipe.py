@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     Field,
     ValidationError,
     ValidationInfo,
@@ -29,10 +30,11 @@ from qbench.errors import QbenchError
 from qbench.export.layouts import LAYOUTS
 from qbench.formats.activation import ACTIVATIONS
 from qbench.formats.base import FORMATS
+from qbench.formats.kv_cache import KV_FORMATS, KVFormat, kv_format_from_dict
 from qbench.models.pre_tokenizers import PRE_TOKENIZERS
 from qbench.presets import PRESETS, build_axis
 from qbench.recipe_data import Calibration, CalibrationChanges, Count, Evaluate, Section, differ
-from qbench.recipe_schema import open_fields
+from qbench.recipe_schema import name_or_fields, open_fields
 from qbench.registry import Registry, nearest
 from qbench.resources import data_dir
 from qbench.scheme import Scheme
@@ -191,6 +193,13 @@ class Variant(Section):
         PRUNERS,
         "none",
     )
+    kv_cache: Annotated[Overrides, BeforeValidator(lambda said: {"name": said} if isinstance(said, str) else said)] = (
+        Field(
+            default={},
+            description="How keys and values are kept: a format by name, or its fields; none. May stand alone.",
+            json_schema_extra=lambda schema: name_or_fields(schema, KV_FORMATS, "none"),
+        )
+    )
     ignore: list[Pattern] = Field(
         default=[], description="More modules to leave as they are; one that matches none is warned of."
     )
@@ -213,6 +222,14 @@ class Variant(Section):
         if "preset" in info.data:  # absent when the preset itself was refused
             build_axis(info.field_name or "", info.data["preset"], overrides)
         return overrides
+
+    @field_validator("kv_cache")
+    @classmethod
+    def _kv_cache_builds(cls, said: Overrides) -> Overrides:
+        try:
+            return said if said in ({}, {"name": "none"}) else kv_format_from_dict(said).to_dict()
+        except QbenchError as error:
+            raise ValueError(str(error)) from error
 
     @field_validator("rules")
     @classmethod
@@ -238,20 +255,35 @@ class Variant(Section):
 
     @model_validator(mode="after")
     def _has_a_format(self) -> Variant:
-        if self.preset is None and "name" not in self.format:
+        if self.compresses_weights:
+            return self
+        if self.kv_format is None:
             raise ValueError(f"needs a preset or a format with a name. Presets: {', '.join(PRESETS)}")
+        weights = ("format", "solver", "transform", "activation", "prune", "ignore", "rules", "export")
+        if said := [key for key in weights if getattr(self, key)]:
+            raise ValueError(f"kv_cache alone leaves weights as they are; {said[0]} needs a preset or a format's name")
         return self
 
     @model_validator(mode="after")
     def _solvers_take_the_formats(self) -> Variant:
         wrong = []
-        for index, rule in enumerate([None, *self.rules]):
+        for index, rule in enumerate([None, *self.rules] if self.compresses_weights else []):
             scheme = self.scheme_of(rule)
             if (why := scheme.solver.refusal(scheme.format)) is not None:
                 wrong.append(f"rules[{index - 1}]: {why}" if rule else why)
         if wrong:
             raise ValueError("; ".join(wrong))
         return self
+
+    @property
+    def compresses_weights(self) -> bool:
+        """Whether a preset or format says so; otherwise only keys and values are in few bits."""
+        return self.preset is not None or "name" in self.format
+
+    @cached_property
+    def kv_format(self) -> KVFormat | None:
+        """How keys and values are kept; None: as floats."""
+        return None if self.kv_cache.get("name", "none") == "none" else kv_format_from_dict(self.kv_cache)
 
     @cached_property
     def scheme(self) -> Scheme:

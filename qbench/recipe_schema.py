@@ -27,6 +27,15 @@ def open_fields(schema: dict[str, Any], registry: Registry, *more: str) -> None:
     schema.update(type="object", properties=properties, additionalProperties=False)
 
 
+def name_or_fields(schema: dict[str, Any], registry: Registry, *more: str) -> None:
+    """As `open_fields`, or the name alone."""
+    whole: dict[str, Any] = {}
+    open_fields(whole, registry, *more)
+    for key in ("type", "additionalProperties"):
+        schema.pop(key, None)
+    schema["anyOf"] = [whole["properties"]["name"], whole]
+
+
 def json_schema() -> str:
     """The schema of a recipe file, as text. Nothing is required in a file: `extends` may supply it."""
     from qbench.recipe import Recipe

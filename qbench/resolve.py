@@ -51,6 +51,8 @@ def resolve(variant: Variant, source: ModelSource) -> dict[str, Scheme]:
 
 def wanted(variant: Variant, source: ModelSource) -> dict[str, Scheme]:
     """As `resolve`, with the formats that were asked for."""
+    if not variant.compresses_weights:
+        return {}
     default = set(linear_names(source.tensors, source.config))
     formats: dict[str, Format] = {}
     mix = PRESETS[variant.preset].get("mix") if variant.preset is not None and not variant.format else None

@@ -9,6 +9,7 @@ off_grid           True: a dequantized source whose channels were permuted off i
 data, data_hash    the text and its SHA-256;  window: ``{seq_len, stride, bos}`` (`evaluate.windows`)
 workload           ``{num_requests, prompt_tokens, output_tokens}`` of a latency measurement
 prefix_cache       True or False, whether prompts could reuse cached blocks
+kv_cache            how keys and values were kept: a KV-cache format's name, or the dtype of floats
 seed, dtype, device, kernel, engine, engine_version
 =================  =====================================================================================
 """
@@ -51,6 +52,7 @@ METRICS = {
     "disk_bytes": Metric("bytes", "size", "the variant's own folder"),
     "peak_memory_bytes": Metric("bytes", "speed", "detail: where (process, accelerator)"),
     "kv_cache_bytes": Metric("bytes", "speed", "the key-value cache pool"),
+    "kv_token_bytes": Metric("bytes", "size", "keys and values of one token in all layers, scales included"),
     "ttft_s": Metric("s", "speed", "submission to first token; detail: concurrency, percentile"),
     "itl_s": Metric("s", "speed", "every gap between tokens; detail: concurrency, percentile"),
     "tpot_s": Metric("s", "speed", "(last - first) / (tokens - 1) a request; detail: concurrency, percentile"),

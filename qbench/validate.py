@@ -16,7 +16,7 @@ from qbench.estimate import Estimate, Estimator, machine_speed
 from qbench.export.gguf import check_tokenizer
 from qbench.export.layouts import CHECKS
 from qbench.models.source import ModelSource
-from qbench.models.structure import block_count, layer_index, match
+from qbench.models.structure import block_count, head_dim, layer_index, match
 from qbench.recipe import Recipe, Variant
 from qbench.registry import nearest
 from qbench.resolve import module_shapes, replaced, resolve
@@ -101,9 +101,16 @@ def check(recipe: Recipe, source: ModelSource, *, out: Path | None = None, only:
         warnings += ignored
         schemes[name] = resolve(variant, source)
         warnings += [f"variants.{name}: {sentence}" for sentence in replaced(variant, source)]
-        if not schemes[name] and not unmatched:
+        if not schemes[name] and not unmatched and variant.compresses_weights:
             wrong.append(f"variants.{name}: every module is ignored; nothing would be compressed.")
         wrong += _check_pruning(name, schemes[name], source)
+        if variant.kv_format is not None:
+            try:
+                variant.kv_format.check(head_dim(source.config))
+            except QbenchError as error:
+                wrong.append(f"variants.{name}.kv_cache: {error}")
+            if variant.export:
+                warnings.append(f"variants.{name}.export: layouts hold weights only, no KV-cache format.")
         wrong += _check_exports(name, variant, schemes[name], source)
         if variant.rotate:
             try:

@@ -14,12 +14,13 @@ LAYOUT_READERS = {
     "gptq": "a folder for transformers (with gptqmodel) and vLLM",
     "gguf": "one file for llama.cpp and what is built on it",
 }
+TITLES = {"kv_cache": "KV-cache formats"}
 BITS_FOR_WIDTH = 4096  # input columns of the layer for which bits per weight are told
 
 
 @guarded
 def command(as_json: Json = False) -> None:
-    """Lists presets, formats, solvers, transforms, ways of pruning, activation formats and export layouts.
+    """Lists presets, formats, solvers, transforms, ways of pruning, activation and KV-cache formats and export layouts.
 
     A preset is a format, a solver and perhaps a transform and an activation format, with every field filled in; a
     recipe may change any of them.
@@ -41,8 +42,8 @@ def command(as_json: Json = False) -> None:
         opened = "\n".join(f"  {axis}: {_flow(preset[axis])}" for axis in axes)
         presets.add_row(name, f"{preset['bits_per_weight']:.2f}", f"{preset['description']}\n{opened}")
     out.print(presets)
-    for kind in ("formats", "solvers", "transforms", "prune", "activations", "layouts"):
-        table = Table("name", "fields", "what", title=kind.capitalize())
+    for kind in ("formats", "solvers", "transforms", "prune", "activations", "kv_cache", "layouts"):
+        table = Table("name", "fields", "what", title=TITLES.get(kind, kind.capitalize()))
         for name, entry in found[kind].items():
             options = "\n".join(f"{key}: {value}" for key, value in entry["fields"].items())
             table.add_row(name, options, entry["description"])
@@ -53,6 +54,7 @@ def known_methods() -> dict[str, dict[str, Any]]:
     """Presets, formats, solvers, transforms and layouts by name, as plain values."""
     from qbench.formats.activation import ACTIVATIONS
     from qbench.formats.base import FORMATS, format_from_dict
+    from qbench.formats.kv_cache import KV_FORMATS
     from qbench.formats.size import stored_bytes
     from qbench.presets import PRESETS
     from qbench.solvers.base import SOLVERS
@@ -70,6 +72,7 @@ def known_methods() -> dict[str, dict[str, Any]]:
         "transforms": {name: _described(TRANSFORMS.get(name)) for name in TRANSFORMS.names()},
         "prune": {name: _described(PRUNERS.get(name)) for name in PRUNERS.names()},
         "activations": {name: _described(ACTIVATIONS.get(name)) for name in ACTIVATIONS.names()},
+        "kv_cache": {name: _described(KV_FORMATS.get(name)) for name in KV_FORMATS.names()},
         "layouts": {name: {"description": text, "fields": {}} for name, text in LAYOUT_READERS.items()},
     }
 

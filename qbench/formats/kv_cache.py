@@ -63,7 +63,7 @@ class KVFormat(ABC):
 
 @dataclass(frozen=True)
 class FP8(KVFormat):
-    """8-bit floats E4M3 under one calibrated scale a layer, amax / 448, for keys and for values apart"""
+    """8-bit floats E4M3 under one calibrated scale a layer, amax / 448, for keys and for values apart."""
 
     name: ClassVar[str] = "fp8"
     calibrated: ClassVar[bool] = True
@@ -147,7 +147,7 @@ class IntegerKV(KVFormat):
 
 @dataclass(frozen=True)
 class Int8(IntegerKV):
-    """8-bit integers, a float16 scale for each token, head and group of channels; symmetric, as in vLLM"""
+    """8-bit integers, a float16 scale for each token, head and group of channels; symmetric, as in vLLM."""
 
     name: ClassVar[str] = "int8"
     bits: ClassVar[int] = 8
@@ -158,7 +158,7 @@ class Int8(IntegerKV):
 
 @dataclass(frozen=True)
 class Int4(IntegerKV):
-    """4-bit integers, a float16 scale and minimum for each token, head and 32 channels; KIVI's scheme for values"""
+    """4-bit integers, a float16 scale and minimum for each token, head and 32 channels; KIVI's scheme for values."""
 
     name: ClassVar[str] = "int4"
     bits: ClassVar[int] = 4

@@ -30,6 +30,16 @@ def block_count(config: Mapping[str, Any]) -> int:
     return count
 
 
+def head_dim(config: Mapping[str, Any]) -> int:
+    """Channels of one attention head. Raises `QbenchError` when the config does not say it."""
+    size, hidden, heads = (config.get(key) for key in ("head_dim", "hidden_size", "num_attention_heads"))
+    if isinstance(size, int):
+        return size
+    if not isinstance(hidden, int) or not isinstance(heads, int) or heads < 1:
+        raise QbenchError("config.json: neither head_dim nor hidden_size and num_attention_heads say a head's size.")
+    return hidden // heads
+
+
 def linear_names(tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]) -> list[str]:
     """Modules (names without ``.weight``) that are compressed when a recipe says nothing else, in `tensors`' order
     sorted by block: every two-dimensional weight of a decoder block except MoE routers.

@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from qbench.errors import QbenchError
+from qbench.formats.kv_cache import kv_format_from_dict
 from qbench.presets import PRESETS
 from qbench.report.text import duration, significant
 from qbench.result import Result
@@ -99,6 +100,7 @@ class RunInfo(BaseModel):
             for key, value in said.get(axis, {}).items()
             if (key, value) != ("name", preset)
         ]
+        fields += _kv_cache(said.get("kv_cache") or {})
         fields += ["rotated"] * bool(said.get("rotate"))
         fields += [f"{len(said[key])} {key}" for key in ("rules", "ignore") if said.get(key)]
         if preset in PRESETS and not fields:
@@ -115,3 +117,12 @@ class RunInfo(BaseModel):
             time["all"] = duration(self.seconds)
         found = {"Model": model | self.architecture, "Data": data, "Time": time, "Machine": self.machine}
         return {title: {k: v for k, v in facts.items() if v is not None} for title, facts in found.items() if facts}
+
+
+def _kv_cache(said: dict[str, Any]) -> list[str]:
+    """The KV-cache format, and its fields that are not the default's."""
+    if said.get("name", "none") == "none":
+        return []
+    default = kv_format_from_dict({"name": said["name"]}).to_dict()
+    changed = [f"{key.replace('_', ' ')} {value}" for key, value in said.items() if value != default[key]]
+    return [" ".join(["KV cache", said["name"], *changed])]

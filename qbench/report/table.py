@@ -76,6 +76,10 @@ def all_columns(rows: Sequence[Result]) -> list[Column]:
         columns.append(
             Column(f"speed{level}", f"tok/s x{level}", "output_tokens_per_s", at, "higher", text.fixed(1), help_text)
         )
+    if len({row.value for row in rows if row.metric == "kv_token_bytes"}) > 1:
+        columns.append(
+            Column("kv", "KV B / token", "kv_token_bytes", {}, "lower", text.fixed(0), "keys and values, all layers")
+        )
     columns.append(Column("memory", "peak MB", "peak_memory_bytes", peak, "lower", text.megabytes, peak["where"]))
     return [c for c in columns if any(row.metric == c.metric and row.detail == c.detail for row in rows)]
 

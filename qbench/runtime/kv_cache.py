@@ -53,6 +53,16 @@ class PagedKVCache:
         )
 
     @property
+    def stored_as(self) -> str:
+        """The format's name, or the dtype of floats."""
+        return str(self.dtype).removeprefix("torch.") if isinstance(self._format, _Floats) else self._format.name
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's keys and values in all layers."""
+        return sum(part[:, 0, 0].nbytes for pool in (self.keys, self.values) for part in pool.values())
+
+    @property
     def nbytes(self) -> int:
         return sum(part.nbytes for pool in (self.keys, self.values) for part in pool.values())
 
