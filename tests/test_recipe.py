@@ -17,6 +17,7 @@ from qbench.recipe import Recipe, load_recipe, stage_key
 from qbench.solvers.gptq import GPTQ
 from qbench.solvers.nearest import Nearest
 from qbench.transforms.awq import AWQ
+from qbench.transforms.prune import Wanda
 from qbench.transforms.smoothquant import SmoothQuant
 
 MODEL = "model: {source: some/model}\n"
@@ -248,6 +249,33 @@ def test_set_changes_one_value_read_as_yaml(tmp_path: Path) -> None:
     assert recipe.benchmark is not None
     assert recipe.benchmark.concurrency == [1, 4]
     assert recipe.evaluate is None
+
+
+def test_numbers_are_those_of_yaml_1_2(tmp_path: Path) -> None:
+    """A power of ten is a number without a point, and 2:4 is text, not 124."""
+    recipe = load(
+        tmp_path,
+        "{x: {preset: gptq, solver: {percdamp: 5e-3}, prune: {name: wanda, pattern: 2:4}}}",
+        "variants.x.format.group_size=0x20",
+        "evaluate.seq_len=+64",
+    )
+    scheme = recipe.variants["x"].scheme
+    assert scheme.solver == GPTQ(percdamp=0.005)
+    assert scheme.prune == Wanda("2:4")
+    assert scheme.format.to_dict()["group_size"] == 32
+    assert recipe.evaluate is not None
+    assert recipe.evaluate.seq_len == 64
+    for text in ("010", "08"):
+        assert "found" in refusal(tmp_path, MODEL + f"seed: {text}\nvariants: {{x: {{preset: nf4}}}}\n")
+
+
+def test_what_a_preset_adds_can_be_taken_away_and_nothing_is_ignored(tmp_path: Path) -> None:
+    recipe = load(tmp_path, "{x: {preset: sparse24-int8}, y: {preset: sparse24-int8, prune: {name: none}}}")
+    assert recipe.variants["x"].scheme.prune == Wanda("2:4")
+    assert recipe.variants["y"].scheme.prune is None
+    for axis, fields in (("prune", 'pattern: "2:4"'), ("transform", "alpha: 0.5")):
+        message = refusal(tmp_path, MODEL + f"variants: {{x: {{preset: rtn, {axis}: {{{fields}}}}}}}\n")
+        assert f"A {axis} needs a name." in message
 
 
 def test_set_changes_only_one_of_two_values_shared_by_an_alias(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from rich.console import Console
 
 import qbench
 from qbench.api import results
+from qbench.result import make_results, read_results, write_results
 from qbench.summary import print_summary
 from tests.report.made_up import HOSTILE, QUALITY, made_up_run
 
@@ -39,6 +40,17 @@ def test_rows_under_other_conditions_are_bracketed(tmp_path: Path) -> None:
     text = shown(run, 140)
     assert "(30.30)" in text
     assert "nf4: perplexity was measured with another dtype" in text
+
+
+def test_zeros_have_a_column_when_something_was_pruned(tmp_path: Path) -> None:
+    run = made_up_run(tmp_path)
+    assert "zeros" not in shown(run, 160)
+    rows = read_results(run / "results.jsonl")
+    write_results(run / "results.jsonl", rows + make_results("gptq", [("sparsity", 0.5125, {})], {}))
+    text = shown(run, 160)
+    line = next(line for line in text.splitlines() if line.lstrip().startswith("gptq"))
+    assert "zeros" in text
+    assert "51.25" in line
 
 
 def test_markup_in_names_is_text(tmp_path: Path) -> None:

@@ -121,6 +121,39 @@ def test_a_partial_group_is_fine_until_a_layout_cannot_hold_it(tmp_path: Path) -
 
 
 @pytest.mark.trap(39)
+def test_what_cannot_be_pruned_is_refused(tmp_path: Path, tiny_llama: Path) -> None:
+    """Formats without a zero, also behind a name or in an export, and rows that the pattern does not divide."""
+    half = {"name": "magnitude", "sparsity": 0.5}
+    variants = {
+        "minimums": {"preset": "q4_k", "prune": half},  # rows of 64 and 128 take q5_0, which has a zero
+        "instead": {"preset": "q5_k", "prune": half},  # and these q5_1, which has none
+        "hqq": {"preset": "hqq", "prune": half},
+        "sevens": {"preset": "rtn", "prune": {"name": "wanda", "pattern": "3:7"}},
+        "gguf": {
+            "preset": "rtn",
+            "format": {"symmetric": False, "group_size": 32},
+            "prune": half,
+            "export": [{"layout": "gguf"}, {"layout": "gptq"}, {"layout": "gguf", "type": "q8_0"}],
+        },
+    }
+    message = refusal(tmp_path, tiny_llama, variants)
+    assert "variants.minimums" not in message
+    assert (
+        "variants.instead.prune: format q5_1 has no exact zero, so pruned weights would come back; allowed: fp4"
+        in message
+    )
+    assert "variants.hqq.prune: format int has no exact zero" in message
+    assert "int with zero_point_dtype uint8" in message
+    assert (
+        "rows of 64 do not divide into groups of 7, as pattern 3:7 needs; model.layers.0.mlp.gate_proj and 17 more"
+        in message
+    )
+    assert "variants.gguf.export[0]" in message
+    assert "q4_1 has no exact zero" in message
+    assert "export[1]" not in message
+    assert "export[2]" not in message
+
+
 def test_a_pre_tokenizer_that_gguf_has_no_name_for_takes_the_users_choice(tmp_path: Path) -> None:
     model = make_tiny_llama(tmp_path / "m")
     described = json.loads((model / "tokenizer.json").read_text())

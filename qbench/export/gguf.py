@@ -23,7 +23,7 @@ from qbench.export.gguf_metadata import architecture_of, file_type, heads_of, ne
 from qbench.export.gguf_types import check_type, refuse, stored_type
 from qbench.export.layouts import verify
 from qbench.export.report import ExportReport
-from qbench.formats.base import QuantizedTensor
+from qbench.formats.base import FORMATS, QuantizedTensor
 from qbench.models.source import ModelSource
 from qbench.resources import written_whole
 from qbench.scheme import Scheme
@@ -51,7 +51,9 @@ def check(
     problems = []
     for module, scheme in schemes.items():
         try:
-            stored_type(module, scheme.format, shapes[module], type)
+            kind = stored_type(module, scheme.format, shapes[module], type).lower()
+            if scheme.prune is not None and kind in FORMATS and not FORMATS.get(kind)().holds_zero:
+                problems.append(f"{module}: {kind} has no exact zero, so pruned weights would come back")
         except QbenchError as error:
             problems.append(f"{module}: {error}")
         if type == "auto" and scheme.solver.to_dict().get("act_order") == "dynamic":
