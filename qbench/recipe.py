@@ -32,6 +32,7 @@ from qbench.formats.activation import ACTIVATIONS
 from qbench.formats.base import FORMATS
 from qbench.formats.kv_cache import KV_FORMATS, KVFormat, kv_format_from_dict
 from qbench.models.pre_tokenizers import PRE_TOKENIZERS
+from qbench.peers.choice import Asked, Choice, read_choice
 from qbench.presets import PRESETS, build_axis
 from qbench.recipe_data import Calibration, CalibrationChanges, Count, Evaluate, Section, differ
 from qbench.recipe_schema import name_or_fields, open_fields
@@ -200,6 +201,7 @@ class Variant(Section):
             json_schema_extra=lambda schema: name_or_fields(schema, KV_FORMATS, "none"),
         )
     )
+    peer: Asked = Field(default={})
     ignore: list[Pattern] = Field(
         default=[], description="More modules to leave as they are; one that matches none is warned of."
     )
@@ -255,7 +257,10 @@ class Variant(Section):
 
     @model_validator(mode="after")
     def _has_a_format(self) -> Variant:
-        if self.compresses_weights:
+        said = [key for key in self.model_fields_set - {"peer", "calibration"} if getattr(self, key)]
+        if self.peer and said:
+            raise ValueError(f"with: {min(said)} is for qbench's own methods; allowed beside with: calibration")
+        if self.compresses_weights or self.peer:
             return self
         if self.kv_format is None:
             raise ValueError(f"needs a preset or a format with a name. Presets: {', '.join(PRESETS)}")
@@ -279,6 +284,11 @@ class Variant(Section):
     def compresses_weights(self) -> bool:
         """Whether a preset or format says so; otherwise only keys and values are in few bits."""
         return self.preset is not None or "name" in self.format
+
+    @cached_property
+    def choice(self) -> Choice | None:
+        """The method of another library that makes this variant, if one does."""
+        return read_choice(self.peer) if self.peer else None
 
     @cached_property
     def kv_format(self) -> KVFormat | None:

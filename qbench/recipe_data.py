@@ -31,7 +31,7 @@ def differ(values: list[Any]) -> list[Any]:
 class Section(BaseModel):
     """A part of a recipe: unknown keys are refused, values are not changed once read."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, serialize_by_alias=True)
 
 
 class Rows(Section):

@@ -27,7 +27,7 @@ def _explain_one(details: Any, schema: type[BaseModel], tree: Tree) -> str:
     where = f"{path_text(path)} ({place})" if place else path_text(path)
     kind, found = details["type"], _SHORT.repr(details["input"])
     if kind == "extra_forbidden":
-        known = _model_at(schema, path[:-1]).model_fields
+        known = [field.alias or name for name, field in _model_at(schema, path[:-1]).model_fields.items()]
         return f"{where}: unknown key. {nearest(str(path[-1]), known)}"
     if kind == "missing":
         return f"{where}: is required."

@@ -13,10 +13,13 @@ from qbench.formats.base import Format, Params, QuantizedTensor
 if TYPE_CHECKING:
     import torch
 
+SMOOTHING = "smoothing"
+
 
 @dataclass(frozen=True)
 class Dense(Format):
-    """Part ``weight``: float32 ``[out, in]``."""
+    """Part ``weight``: float32 ``[out, in]``. Where there is a part ``smoothing``, float32 ``[1, in]``, the input is
+    multiplied by it before it is rounded."""
 
     name: ClassVar[str] = "dense"
 

@@ -6,6 +6,7 @@
 | int 2, 4, 8 bit | processor | `int<bits>_bag_f32` for few rows, `int<bits>_dequant_f32` for many (see `cpu.bags`) |
 | NF4, FP4, MXFP4, NVFP4 | any | `<format>_dequant_<dtype>` |
 | FP8, MXFP8 | any | `<format>_dequant_f32` |
+| GGUF block types | processor | `<format>_bag_f32` for few rows, `<format>_dequant_f32` for many (see `cpu.gguf`) |
 | anything else | any | `reference` |
 
 A weight whose input is rounded (`QuantizedTensor.activation`) has an integer product where both sides are 8-bit
@@ -24,16 +25,17 @@ import torch.nn.functional as F
 from qbench.errors import QbenchError
 from qbench.formats.activation import INPUT_SCALE, ActivationFormat
 from qbench.formats.base import QuantizedTensor
-from qbench.formats.dense import Dense
+from qbench.formats.dense import SMOOTHING, Dense
 from qbench.formats.float8 import FP8
 from qbench.formats.fourbit import FourBit
 from qbench.formats.mx import MXFP8
 from qbench.kernels import codebook, int8, reference
-from qbench.kernels.cpu import bags
+from qbench.kernels.cpu import bags, gguf
 from qbench.kernels.cpu.bags import BagWeight
+from qbench.kernels.cpu.gguf import GGUFWeight
 from qbench.kernels.int8 import Int8Weight
 
-DirectWeight = torch.Tensor | QuantizedTensor | BagWeight | Int8Weight
+DirectWeight = torch.Tensor | QuantizedTensor | BagWeight | GGUFWeight | Int8Weight
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class RoundedInput:
     weight: DirectWeight
     activation: ActivationFormat
     input_scale: torch.Tensor | None
+    smoothing: torch.Tensor | None = None  # [1, in]: what the input is multiplied by before it is rounded
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -76,9 +79,17 @@ def prepare(weight: torch.Tensor | QuantizedTensor, dtype: torch.dtype, device: 
         parts = {key: part for key, part in weight.parts.items() if key != INPUT_SCALE}
         inner = prepare(QuantizedTensor(weight.format, weight.shape, parts), dtype, device)
         assert not isinstance(inner, RoundedInput)
-        return RoundedInput(inner, weight.activation, None if scale is None else scale.to(device))
+        smoothing = weight.parts.get(SMOOTHING)
+        return RoundedInput(
+            inner,
+            weight.activation,
+            None if scale is None else scale.to(device),
+            None if smoothing is None else smoothing.to(device, dtype),
+        )
     if device.type == "cpu" and bags.supports(weight):
         return BagWeight.repack(weight)
+    if device.type == "cpu" and gguf.supports(weight):
+        return GGUFWeight.repack(weight)
     if isinstance(weight.format, FP8 | MXFP8) and codebook.has_nan(weight.parts["codes"]):
         raise QbenchError("an 8-bit float weight holds NaN or infinite codes; allowed: finite values.")
     return QuantizedTensor(weight.format, weight.shape, {k: v.to(device) for k, v in weight.parts.items()})
@@ -91,12 +102,16 @@ def linear(
     suffix = ""
     if isinstance(weight, RoundedInput):
         suffix = f"+{weight.activation.name}"
+        x = x if weight.smoothing is None else x * weight.smoothing
         x, weight = weight.activation.round(x, weight.input_scale), weight.weight
     if isinstance(weight, torch.Tensor):
         name = f"dense_{_SHORT[x.dtype]}"
         y = F.linear(x, weight, bias)
     elif isinstance(weight, BagWeight):
         name = f"int{weight.bits}_{'bag' if weight.uses_bags(x) else 'dequant'}_f32"
+        y = weight.linear(x, bias)
+    elif isinstance(weight, GGUFWeight):
+        name = f"{weight.name}_{'bag' if weight.uses_bags(x) else 'dequant'}_f32"
         y = weight.linear(x, bias)
     elif isinstance(weight, Int8Weight):
         name = f"int8_{weight.activation.name}_i32"

@@ -12,13 +12,14 @@ import torch
 from qbench.errors import QbenchError
 from qbench.formats.activation import INPUT_SCALE, activation_from_dict
 from qbench.formats.base import QuantizedTensor
-from qbench.formats.dense import Dense
+from qbench.formats.dense import SMOOTHING, Dense
 from qbench.models.compressed import CompressedModel, CompressedWriter
 from qbench.models.huggingface import open_huggingface
 from qbench.models.safetensors_writer import write_safetensors
 from qbench.models.source import ModelSource
 from qbench.models.structure import linear_names
-from qbench.peers.base import Choice, PeerJob
+from qbench.peers.base import PeerJob
+from qbench.peers.choice import Choice
 
 FACTS = "peer.json"  # in the compressed model's folder: who made it, and how
 
@@ -76,7 +77,9 @@ def _bring_back(source: ModelSource, facts: dict[str, Any], work: Path, folder: 
         if tuple(tensor.shape) != info.shape or not bool(torch.isfinite(tensor).all()):
             raise QbenchError(f"{made_by(facts)}: {name} came back as {list(tensor.shape)}, or not finite.")
         of_module = facts["modules"].get(name.removesuffix(".weight"))
-        tensors[name] = _restored(tensor, of_module) if of_module else tensor
+        smoothing = name.removesuffix("weight") + SMOOTHING
+        smoothed = returned.load(smoothing) if smoothing in returned.tensors else None
+        tensors[name] = _restored(tensor, smoothed, of_module) if of_module else tensor
     writer = CompressedWriter(work / "compressed", 1)
     writer.write_shard(0, tensors)
     writer.finish(source, dict(source.config))
@@ -86,7 +89,9 @@ def _bring_back(source: ModelSource, facts: dict[str, Any], work: Path, folder: 
     return CompressedModel(folder)
 
 
-def _restored(weight: torch.Tensor, facts: dict[str, Any]) -> torch.Tensor | QuantizedTensor:
+def _restored(
+    weight: torch.Tensor, smoothing: torch.Tensor | None, facts: dict[str, Any]
+) -> torch.Tensor | QuantizedTensor:
     """The dense weight, with the format its input is rounded in, if it is."""
     if facts["activation"] is None:
         return weight
@@ -94,6 +99,8 @@ def _restored(weight: torch.Tensor, facts: dict[str, Any]) -> torch.Tensor | Qua
     parts = {"weight": weight}
     if activation.static:
         parts[INPUT_SCALE] = torch.tensor([[facts["input_scale"]]], dtype=torch.float32)
+    if smoothing is not None:
+        parts[SMOOTHING] = smoothing
     return QuantizedTensor(Dense(), (weight.shape[0], weight.shape[1]), parts, activation)
 
 

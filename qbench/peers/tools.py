@@ -34,6 +34,7 @@ class Layer:
     nbytes: int  # codes, scales and what else is needed to decode them
     activation: dict[str, Any] | None = None  # how its input is rounded, in the library's own words
     input_scale: float | None = None  # of a static activation format: value = code * input_scale
+    smoothing: torch.Tensor | None = None  # [in]: what the input is multiplied by before it is rounded
 
 
 def load_model(work: Work) -> nn.Module:

@@ -68,6 +68,8 @@ def _write_weights(path: Path, model: nn.Module, layers: dict[str, Layer], names
         name: layers[name.removesuffix(".weight")].weight if name.removesuffix(".weight") in layers else state[name]
         for name in names
     }
+    smoothed = {name: layer.smoothing for name, layer in layers.items() if layer.smoothing is not None}
+    tensors |= {f"{name}.smoothing": smoothing.reshape(1, -1) for name, smoothing in smoothed.items()}
     temporary = path.with_name(path.name + ".part")
     save_file({name: tensor.detach().float().cpu().contiguous().clone() for name, tensor in tensors.items()}, temporary)
     temporary.replace(path)
