@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import qbench
-from qbench.commands import doctor, generate, inspect, methods, models, report, run, validate
+from qbench.commands import doctor, generate, imatrix, inspect, methods, models, report, run, validate
 
 app = typer.Typer(
     name="qbench",
@@ -18,7 +18,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
-for module in (run, validate, methods, inspect, models, doctor, generate, report):
+for module in (run, validate, methods, inspect, models, doctor, generate, imatrix, report):
     app.command(module.__name__.rpartition(".")[2])(module.command)
 
 

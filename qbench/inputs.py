@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from qbench.calibration.data import SELF_GENERATED, TextData, load_data
 from qbench.calibration.rows import token_rows, token_stream
 from qbench.models.source import ModelSource, open_model
-from qbench.recipe import Recipe
+from qbench.recipe import Model, Recipe
 from qbench.recipe_data import Calibration, Rows
 
 if TYPE_CHECKING:
@@ -58,6 +58,20 @@ class CalibrationRows:
         return {"data": facts.pop("data"), "data_hash": self.sha256, "calibration": facts}
 
 
+def calibration_rows(
+    source: ModelSource, tokenizer: Any, wanted: Calibration, seed: int, model: Model
+) -> CalibrationRows:
+    """The rows that are `wanted`; `model` says where and in which dtype the model runs if it writes them itself."""
+    if wanted.data == SELF_GENERATED:
+        from qbench.self_generated import generated_rows
+
+        rows = generated_rows(source, tokenizer, wanted, seed, model)
+        return CalibrationRows(wanted, rows, hashlib.sha256(json.dumps(rows).encode()).hexdigest())
+    text = load_data(wanted.data, wanted.split, wanted.column)
+    rows = token_rows(text, tokenizer, wanted.rows, wanted.seq_len, wanted.packing)
+    return CalibrationRows(wanted, rows, text.sha256)
+
+
 @dataclass
 class Inputs:
     """Token ids of a recipe's calibration and evaluation text, made when first asked for."""
@@ -77,19 +91,10 @@ class Inputs:
         wanted = wanted or self.recipe.calibration
         key = wanted.model_dump_json(exclude={"imatrix"})
         if key not in self._calibrations:
-            self._calibrations[key] = self._calibrate(wanted)
+            recipe = self.recipe
+            self._calibrations[key] = calibration_rows(self.source, self.tokenizer, wanted, recipe.seed, recipe.model)
         found = self._calibrations[key]
         return CalibrationRows(wanted, found.token_ids, found.sha256)
-
-    def _calibrate(self, wanted: Calibration) -> CalibrationRows:
-        if wanted.data == SELF_GENERATED:
-            from qbench.self_generated import generated_rows
-
-            rows = generated_rows(self.source, self.tokenizer, wanted, self.recipe.seed, self.recipe.model)
-            return CalibrationRows(wanted, rows, hashlib.sha256(json.dumps(rows).encode()).hexdigest())
-        text = load_data(wanted.data, wanted.split, wanted.column)
-        rows = token_rows(text, self.tokenizer, wanted.rows, wanted.seq_len, wanted.packing)
-        return CalibrationRows(wanted, rows, text.sha256)
 
     @property
     def held_out(self) -> Rows:

@@ -30,6 +30,11 @@ class Scheme:
         """Whether the module's inputs decide its codes, so that the linears before it are solved first."""
         return self.solver.uses_hessian or (self.prune is not None and self.prune.uses_inputs)
 
+    @property
+    def weighs_importance(self) -> bool:
+        """Whether errors count by the importance of their input column, which an importance matrix may give."""
+        return bool(getattr(self.solver, "importance", False))
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for content keys."""
         parts = {field.name: getattr(self, field.name) for field in fields(self)}

@@ -23,7 +23,7 @@ from qbench.measure import MeasureJob, run_job, write_stage
 from qbench.models.json_file import read_json
 from qbench.progress import console
 from qbench.recipe import Recipe, stage_key
-from qbench.resources import LOCK, is_leftover
+from qbench.resources import LOCK, is_leftover, sha256_file
 from qbench.result import Result, make_results, result_from_dict
 from qbench.scheme import Scheme
 
@@ -81,7 +81,16 @@ class Stages:
             return stage_key(REFERENCE, revision, qbench.__version__)
         plain = {name: scheme.to_dict() for name, scheme in self.schemes.items()}
         kv_cache = [self._kv_format.to_dict()] if self._kv_format is not None else []
-        return stage_key("compress", qbench.__version__, revision, plain, self.calibration.token_ids, *kv_cache)
+        parts = [*kv_cache, *([sha256_file(self._imatrix)] if self._imatrix is not None else [])]
+        return stage_key("compress", qbench.__version__, revision, plain, self.calibration.token_ids, *parts)
+
+    @property
+    def _imatrix(self) -> Path | None:
+        """The file that says how errors are weighed, where a solver does so."""
+        path = self.calibration.wanted.imatrix
+        if path is None or not any(scheme.weighs_importance for scheme in (self.schemes or {}).values()):
+            return None
+        return Path(path)
 
     def run(self) -> None:
         """Runs what is not there yet."""
@@ -130,11 +139,17 @@ class Stages:
         from qbench.compress.engine import compress
         from qbench.runtime.placement import choose_device
 
-        assert self.schemes is not None
+        schemes = self.schemes
+        assert schemes is not None
+        if self._imatrix is not None:
+            from qbench.calibration.imatrix import load_imatrix
+            from qbench.compress.imatrix import with_importance
+
+            schemes = with_importance(schemes, load_imatrix(self._imatrix))
         started = time.perf_counter()
         done = compress(
             self._source,
-            self.schemes,
+            schemes,
             self.calibration.token_ids,
             self.model_folder,
             key=self.model_key,

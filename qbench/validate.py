@@ -24,7 +24,7 @@ from qbench.runtime.placement import choose_device
 from qbench.scheme import Scheme
 from qbench.solvers.base import zero_refusal
 from qbench.transforms.hadamard import Rotated
-from qbench.validate_data import check_rows
+from qbench.validate_data import check_importance, check_rows
 
 GIB = 2**30
 
@@ -112,6 +112,9 @@ def check(recipe: Recipe, source: ModelSource, *, out: Path | None = None, only:
             if variant.export:
                 warnings.append(f"variants.{name}.export: layouts hold weights only, no KV-cache format.")
         wrong += _check_exports(name, variant, schemes[name], source)
+        unfit, unknown = check_importance(recipe, name, schemes[name], module_shapes(source), source)
+        wrong += unfit
+        warnings += unknown
         if variant.rotate:
             try:
                 warnings += [f"variants.{name}.{sentence}" for sentence in Rotated(source, recipe.seed).kept]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -12,6 +12,7 @@ from qbench.models.json_file import read_json
 from qbench.models.source import ModelSource
 from qbench.recipe import Recipe
 from qbench.recipe_data import Calibration, Rows
+from qbench.scheme import Scheme
 
 
 def check_rows(recipe: Recipe, source: ModelSource, variants: Iterable[str]) -> list[str]:
@@ -22,13 +23,14 @@ def check_rows(recipe: Recipe, source: ModelSource, variants: Iterable[str]) -> 
     for name in variants:
         if recipe.variants[name].calibration is not None:
             sections[f"variants.{name}.calibration"] = recipe.calibration_of(name)
-    wrong = [sentence for name, rows in sections.items() for sentence in _check(name, rows, source)]
+    wrong = [sentence for name, rows in sections.items() for sentence in check_section(name, rows, source)]
     if recipe.evaluate is None and recipe.benchmark is not None and recipe.calibration.data == SELF_GENERATED:
         wrong.append(f"benchmark: prompts are cut from evaluate.data; {SELF_GENERATED} text gives none.")
     return wrong
 
 
-def _check(name: str, rows: Rows, source: ModelSource) -> list[str]:
+def check_section(name: str, rows: Rows, source: ModelSource) -> list[str]:
+    """What is wrong with one section's data on this model."""
     wrong = []
     limit = source.config.get("max_position_embeddings")
     if limit is not None and rows.seq_len > limit:
@@ -41,6 +43,39 @@ def _check(name: str, rows: Rows, source: ModelSource) -> list[str]:
     except QbenchError as error:
         wrong.append(f"{name}: {error}")
     return wrong
+
+
+def check_importance(
+    recipe: Recipe, name: str, schemes: Mapping[str, Scheme], shapes: Mapping[str, tuple[int, int]], source: ModelSource
+) -> tuple[list[str], list[str]]:
+    """What is wrong with the importance matrix of a variant, and what to know of it."""
+    path = recipe.calibration_of(name).imatrix
+    if path is None:
+        return [], []
+    where = f"variants.{name}: calibration.imatrix"
+    weighing = [module for module, scheme in schemes.items() if scheme.weighs_importance]
+    if not weighing:
+        return [], [f"{where} has no effect: its solver does not weigh by importance."]
+    from qbench.calibration.imatrix import load_imatrix
+
+    try:
+        imatrix = load_imatrix(Path(path))
+    except QbenchError as error:
+        return [f"{where}: {error}"], []
+    if recipe.variants[name].rotate or any(schemes[module].transform is not None for module in weighing):
+        return [f"{where} is of the model's own inputs; the variant changes them (rotate, transform)."], []
+    if imatrix.revision not in (None, source.revision):
+        return [f"{where}: {path} was collected from another model ({imatrix.revision}, not {source.revision})."], []
+    missing = [module for module in weighing if (entry := imatrix.entry(module)) is None or entry.tokens == 0]
+    found = {module: entry.total.shape[0] for module in weighing if (entry := imatrix.entry(module)) is not None}
+    wrong = [
+        f"{where}: {path} has {columns} inputs for {module}; it has {shapes[module][1]}."
+        for module, columns in found.items()
+        if columns != shapes[module][1]
+    ]
+    if not missing:
+        return wrong[:1], []
+    return wrong[:1], [f"{where}: no token of {len(missing)} modules ({missing[0]}, ...); they are rounded without it."]
 
 
 def _not_runnable(name: str, source: ModelSource) -> list[str]:

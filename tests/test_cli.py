@@ -18,7 +18,7 @@ from qbench.cli import app
 from qbench.commands.methods import known_methods
 from qbench.export.layouts import LAYOUTS
 
-COMMANDS = ("run", "validate", "methods", "inspect", "models", "doctor", "generate", "report")
+COMMANDS = ("run", "validate", "methods", "inspect", "models", "doctor", "generate", "imatrix", "report")
 
 
 def qbench_(*arguments: object) -> Result:

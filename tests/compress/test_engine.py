@@ -140,18 +140,20 @@ def test_eight_tokens_are_enough_to_finish(tiny_llama: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.trap(12)
-def test_how_rows_are_batched_makes_no_difference(tiny_llama: Path, tmp_path: Path) -> None:
-    """Rows of many lengths, in order and shuffled together with equal ones: the same tokens, other batches."""
+def test_how_rows_are_batched_makes_no_difference(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of three lengths, one by one, and those of equal length together."""
     source = open_model(tiny_llama)
-    rows = token_rows(8, 24) + token_rows(8, 40, seed=1)
-    mixed = [row for pair in zip(rows[:8], rows[8:], strict=True) for row in pair]  # neighbours differ: one by one
+    rows = token_rows(4, 24) + token_rows(4, 40, seed=1) + token_rows(4, 24, seed=2) + token_rows(1, 7, seed=3)
     reports = []
-    for index, order in enumerate((rows, mixed)):
-        done = compress(source, all_linears(source, Nearest()), order, tmp_path / str(index), key="k")
+    for tokens in (1, 4096):
+        monkeypatch.setattr("qbench.calibration.batches.BATCH_TOKENS", tokens)
+        done = compress(source, all_linears(source, Nearest()), rows, tmp_path / str(tokens), key="k")
         reports.append(done.layers)
     for one, other in zip(*reports, strict=True):
         assert one.relative_error == pytest.approx(other.relative_error, rel=1e-5)
-        assert one.tokens == other.tokens == 8 * 24 + 8 * 40
+        assert one.tokens == other.tokens == 8 * 24 + 4 * 40 + 7
 
 
 def test_mixed_schemes_and_untouched_modules(tiny_llama: Path, tmp_path: Path) -> None:
