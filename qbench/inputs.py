@@ -44,7 +44,7 @@ class CalibrationRows:
         found: dict[str, Any] = {"data": wanted.data, "split": wanted.split, "column": wanted.column}
         found["sha256"] = self.sha256
         if wanted.data == SELF_GENERATED:
-            found["sampling"] = wanted.sampling.model_dump()
+            found |= {f"sampling_{key}": value for key, value in wanted.sampling.model_dump().items()}
         found |= {"packing": wanted.packing, "seq_len": wanted.seq_len, "imatrix": wanted.imatrix}
         return {key: value for key, value in found.items() if value is not None} | {
             "rows": len(self.token_ids),

@@ -61,11 +61,13 @@ METRICS = {
     "wall_s": Metric("s", "speed", "first submission to last token; detail: concurrency"),
     "layer_error": Metric("ratio", "process", "||x W' - x W|| / ||x W|| over calibration; detail: layer, module"),
     "compress_seconds": Metric("s", "process", "detail: stage when split"),
+    "compress_peak_bytes": Metric("bytes", "process", "largest memory of another library's process, imports included"),
     "export_bytes": Metric("bytes", "size", "detail: layout"),
     "export_max_abs_difference": Metric(
         "", "process", "weights read back against ours; detail: layout, what (all, quantized)"
     ),
     "calibration_tokens": Metric("tokens", "process", "tokens that statistics were taken from"),
+    "expert_tokens": Metric("tokens", "process", "calibration tokens that reached an expert; detail: layer, module"),
     "solver_fallbacks": Metric("layers", "process", "layers that fell back to plain rounding"),
     "transforms_skipped": Metric("layers", "process", "layers whose inputs a transform could not scale"),
     "solver_damping": Metric("fraction", "process", "largest damping a layer needed; detail: module"),

@@ -109,18 +109,22 @@ class Stages:
         made = []
         if self.schemes is not None:
             made = [self.model_folder, *(self.folder / options["label"] for *_, options in self._exports())]
-        return all(path.is_dir() for path in made) and all(_is_current(path, key) for path, key in self._files())
+        return all(path.is_dir() for path in made) and all(is_current(path, key) for path, key in self._files())
 
     def _files(self) -> list[tuple[Path, str]]:
         files = []
         if self.schemes is not None:
             files.append((self.folder / "compress.json", self.model_key))
             files += [(path, key) for path, key, _ in self._exports()]
-        if self.recipe.benchmark is not None:
+        if self._times_requests:
             files.append((self.folder / "speed.json", self._speed_key))
         if self.recipe.evaluate is not None:
             files.append((self.folder / "quality.json", self._quality_key))
         return files
+
+    @property
+    def _times_requests(self) -> bool:
+        return self.recipe.benchmark is not None
 
     @property
     def _quality_key(self) -> str:
@@ -134,7 +138,7 @@ class Stages:
         return stage_key("speed", self.model_key, self.inputs_key, self.recipe.benchmark, model.dtype, model.device)
 
     def _compress(self) -> None:
-        if _is_current(self.folder / "compress.json", self.model_key) and self.model_folder.is_dir():
+        if is_current(self.folder / "compress.json", self.model_key) and self.model_folder.is_dir():
             return
         from qbench.compress.engine import compress
         from qbench.runtime.placement import choose_device
@@ -159,6 +163,8 @@ class Stages:
         )
         seconds = time.perf_counter() - started
         measured = _compression_rows(done.layers, done.model.tensors, seconds)
+        if any(scheme.uses_statistics or scheme.transform is not None for scheme in schemes.values()):
+            measured += _expert_rows(done.layers)
         measured.append(("disk_bytes", _folder_bytes(self.model_folder), {}))
         rows = make_results(self.name, measured, {**self.provenance, **self.calibration.provenance()})
         layers = [asdict(layer) for layer in done.layers]
@@ -179,7 +185,7 @@ class Stages:
         from qbench.models.source import open_model
 
         for record, key, options in self._exports():
-            if _is_current(record, key) and (self.folder / options["label"]).is_dir():
+            if is_current(record, key) and (self.folder / options["label"]).is_dir():
                 continue
             layout, label = options.pop("layout"), options.pop("label")
             console.print(f"{self.name}: export {label}", style="dim")
@@ -201,16 +207,16 @@ class Stages:
         return [
             {"label": options["label"], **_record(record)["report"]}
             for record, key, options in self._exports()
-            if _is_current(record, key)
+            if is_current(record, key)
         ]
 
     def _measure(self) -> None:
         quality, speed = self.folder / "quality.json", self.folder / "speed.json"
         states = self.out / "variants" / REFERENCE / "states.safetensors"
         want_quality = self.recipe.evaluate is not None and not (
-            _is_current(quality, self._quality_key) and (self.schemes is not None or states.is_file())
+            is_current(quality, self._quality_key) and (self.schemes is not None or states.is_file())
         )
-        want_speed = self.recipe.benchmark is not None and not _is_current(speed, self._speed_key)
+        want_speed = self._times_requests and not is_current(speed, self._speed_key)
         if not (want_quality or want_speed):
             return
         job = MeasureJob(
@@ -258,6 +264,16 @@ def _compression_rows(
     return rows
 
 
+def _expert_rows(layers: list[LayerReport]) -> list[tuple[str, float, dict[str, Any]]]:
+    """The tokens that reached each expert of a mixture."""
+    tokens: dict[tuple[int | None, str], int] = {}
+    for layer in layers:
+        if ".experts." in layer.module:
+            key = layer.block, layer.module.rpartition(".")[0]
+            tokens[key] = max(layer.tokens, tokens.get(key, 0))
+    return [("expert_tokens", count, {"layer": block, "module": name}) for (block, name), count in tokens.items()]
+
+
 def reference_rows(source: ModelSource, provenance: dict[str, Any], bits: float) -> list[Result]:
     """Size of the reference: its own files, unless it was dequantized and is in no file as it is measured."""
     measured: list[tuple[str, float, dict[str, Any]]] = [("bits_per_weight", bits, {})]
@@ -281,7 +297,8 @@ def check_folder(out: Path, recipe: Recipe) -> None:
         raise QbenchError(f"{out} is not empty and holds no run of qbench. Choose another --out, or empty it.")
 
 
-def _is_current(path: Path, key: str) -> bool:
+def is_current(path: Path, key: str) -> bool:
+    """Whether a stage's record is there and was made from what `key` stands for."""
     return path.is_file() and _record(path)["key"] == key
 
 
@@ -299,7 +316,7 @@ def _record(path: Path) -> dict[str, Any]:
 
 
 def _read_rows(path: Path, key: str, name: str, provenance: dict[str, Any]) -> list[Result]:
-    if not _is_current(path, key):
+    if not is_current(path, key):
         return []
     current = {"recipe_hash": provenance["recipe_hash"]}
     rows = map(result_from_dict, _record(path)["rows"])

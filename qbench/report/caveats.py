@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from qbench.report.experts import expert_counts
 from qbench.report.run_info import RunInfo
 from qbench.report.table import Table
 from qbench.result import Result
@@ -23,6 +24,18 @@ def caveats(info: RunInfo, rows: Sequence[Result], table: Table) -> list[str]:
             found.append(f"{row.variant}: {row.value:.0f} layers fell back to plain rounding.")
         if row.metric == "transforms_skipped" and row.value and row.variant in table.variants:
             found.append(f"{row.variant}: the inputs of {row.value:.0f} layers could not be scaled.")
+    for counts in expert_counts(rows, table.variants):
+        if counts.num_unreached:
+            share = f"{counts.num_unreached} of {len(counts.tokens)} experts"
+            found.append(
+                f"{counts.variant}: no calibration token reached {share}; they were compressed from their weights alone."
+            )
+    makers = {row.variant: row.provenance["made_by"] for row in rows if "made_by" in row.provenance}
+    for variant, maker in makers.items():
+        if variant in table.variants:
+            found.append(
+                f"{variant}: made by {maker}; kept as floats here, so its speed and size on disk are not given."
+            )
     for variant, exports in info.exports.items():
         for export in exports:
             if export.difference:

@@ -14,6 +14,7 @@ from qbench.report import details, text
 from qbench.report.cards import cards
 from qbench.report.caveats import caveats
 from qbench.report.charts import layer_charts, quality_charts
+from qbench.report.experts import expert_counts
 from qbench.report.run_info import REFERENCE, RunInfo
 from qbench.report.table import comparison
 from qbench.resources import written_whole
@@ -52,6 +53,7 @@ def write_report(run_dir: Path) -> Path:
         latency=details.latency(rows, names),
         confidence=details.confidence(rows, names),
         made={name: details.made(rows, name) for name in names},
+        experts=expert_counts(rows, names),
         provenance=details.provenance(rows),
         css=Markup((template / "page.css").read_text(encoding="utf-8")),
         script=Markup((template / "page.js").read_text(encoding="utf-8")),

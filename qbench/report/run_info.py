@@ -93,6 +93,10 @@ class RunInfo(BaseModel):
         if variant == REFERENCE:
             return "as it came" if self.off_grid_of is None else "channels permuted"
         said = self.recipe["variants"][variant]
+        if peer := dict(said.get("with", {})):
+            method = f"{peer.pop('method')} by {peer.pop('library')}"
+            options = [f"{key.replace('_', ' ')} {value}" for key, value in peer.items() if key != "python"]
+            return ", ".join([method, *options])
         preset = said.get("preset")
         fields = [
             f"{key.replace('_', ' ')} {value}"
