@@ -7,13 +7,15 @@ transforms have something to do.
 from __future__ import annotations
 
 import json
-from functools import cache
+from contextlib import ExitStack
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from qbench.formats.activation import INPUT_SCALE
 from qbench.formats.base import QuantizedTensor
 from qbench.models.source import ModelSource
 from tests.tiny import byte_tokenizer
@@ -65,15 +67,18 @@ def random_model(family: str, width: int = 64, *, seed: int = 0, **overrides: An
             plus_one = 0.0 if "gemma" in family else 1.0
             parameter.data = plus_one + 0.3 * torch.randn_like(parameter)
             if "layernorm" in name:
-                parameter.data[::13] += 6
+                parameter.data[::13] += 4
         elif name.endswith("bias"):
             parameter.data = 0.3 * torch.randn_like(parameter)
         elif "embed" in name:
             parameter.data = torch.randn_like(parameter) / (width**0.5 if "gemma" in family else 1)
         else:
-            parameter.data = torch.randn_like(parameter) / parameter.shape[-1] ** 0.5
+            size = 0.3 if any(part in name for part in ("q_proj", "k_proj")) else 1  # no attention to one token alone
+            parameter.data = size * torch.randn_like(parameter) / parameter.shape[-1] ** 0.5
             if any(part in name for part in LOUD):
-                parameter.data[..., ::11, :] *= 5
+                parameter.data[..., ::11, :] *= 4
+            if "qkv_proj" in name:
+                parameter.data[: -parameter.shape[0] // 4] *= 0.3
     return model
 
 
@@ -92,15 +97,30 @@ def decoded(source: ModelSource) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def logits(source: ModelSource, ids: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """What transformers' model puts out with the tensors of `source`, computed in `dtype` (norms too)."""
+    """What transformers' model puts out with the tensors of `source`, computed in `dtype` (norms too).
+
+    Inputs of linears are rounded where `source` says so.
+    """
     model = _model(json.dumps(source.config, sort_keys=True), dtype)
     weights = _fused({name: tensor.to(dtype) for name, tensor in decoded(source).items()})
     if "lm_head.weight" not in weights:
         assert source.config["tie_word_embeddings"]
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     model.load_state_dict(weights, assign=True)
-    result: torch.Tensor = model(input_ids=ids).logits
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            if f"{name}.weight" in source.tensors and isinstance(module, torch.nn.Linear):
+                stored = source.load(f"{name}.weight")
+                if isinstance(stored, QuantizedTensor) and stored.activation is not None:
+                    hooks.callback(module.register_forward_pre_hook(partial(_round_inputs, stored)).remove)
+        result: torch.Tensor = model(input_ids=ids).logits
     return result
+
+
+def _round_inputs(stored: QuantizedTensor, _: torch.nn.Module, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+    assert stored.activation is not None
+    x = args[0].flatten(0, -2)
+    return (stored.activation.round(x, stored.parts.get(INPUT_SCALE)).view_as(args[0]),)
 
 
 @cache
