@@ -35,8 +35,11 @@ class Activations:
         scale = self._scale(name, activation)
 
         def rounded(_: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-            flat = args[0].reshape(-1, args[0].shape[-1])
-            return activation.round(flat, scale).view_as(args[0]), *args[1:]
+            inputs = args[0]
+            result = activation.round(inputs.detach().reshape(-1, inputs.shape[-1]), scale).view_as(inputs)
+            if inputs.requires_grad:  # gradients pass as if nothing had been rounded
+                result = inputs + (result - inputs).detach()
+            return result, *args[1:]
 
         self._hooks.append(linear.register_forward_pre_hook(rounded))
 
@@ -53,6 +56,7 @@ class Activations:
         """Stops rounding."""
         for hook in self._hooks:
             hook.remove()
+        self._hooks.clear()
 
     def _scale(self, name: str, activation: ActivationFormat) -> torch.Tensor | None:
         """The static scale. An expert that no token reached gets the largest of its siblings'."""

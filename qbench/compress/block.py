@@ -10,16 +10,19 @@ from torch import nn
 
 from qbench.calibration.hessian import InputStatistics
 from qbench.compress.activations import Activations
+from qbench.compress.held import HeldPasses
 from qbench.compress.learned import Progress, learned
 from qbench.compress.passes import Passes
 from qbench.compress.skeleton import BlockCall, Skeleton
 from qbench.compress.smoothing import Smoothed, Smoother
-from qbench.compress.solve import LayerReport, Target, solve
-from qbench.compress.trace import Trace, trace
+from qbench.compress.solve import LayerReport, Target, prepared, solve
+from qbench.compress.trace import Trace, trace, with_siblings
 from qbench.errors import QbenchError
 from qbench.formats.base import QuantizedTensor
 from qbench.models.source import ModelSource
 from qbench.scheme import Scheme
+from qbench.solvers.rounding import Rounding
+from qbench.solvers.signround import SignRound
 
 
 class BlockCompression:
@@ -39,6 +42,7 @@ class BlockCompression:
                 self.linears[local] = _linear(block, local, name)
         wanted = {name: scheme.activation for name, scheme in self.schemes.items() if scheme.activation is not None}
         self.activations = Activations(self.prefix, wanted)
+        self.held: HeldPasses | None = None
 
     def compress(
         self, hidden: list[torch.Tensor], targets: list[torch.Tensor], progress: Progress
@@ -47,19 +51,37 @@ class BlockCompression:
 
         `targets` are what the uncompressed model has behind this block, for solvers that are `blockwise`.
         """
-        quantized: dict[str, QuantizedTensor] = {}
-        reports = []
         passes = Passes(self.skeleton, self.block, hidden, self.calls)
         traced = trace(self.block, lambda: passes.first(1)[1]) if self.linears else Trace()
         smoothed = Smoother(self.block, self.prefix, self.schemes, passes).apply(traced)
         groups = self._groups(traced)
         if any(scheme.solver.blockwise for scheme in self.schemes.values()):
             self._learn(groups, passes, targets, smoothed, progress)
+        try:
+            quantized, reports = self._solve(groups, passes, smoothed)
+        except BaseException:
+            self.drop_passes()
+            raise
+        stored: dict[str, torch.Tensor | QuantizedTensor] = {}
+        for name, _ in self.block.named_parameters():
+            stored[f"{self.prefix}.{name}"] = quantized[name] if name in quantized else self._dense(name, smoothed)
+        return stored, reports
+
+    def _solve(
+        self, groups: list[list[str]], passes: Passes, smoothed: Smoothed
+    ) -> tuple[dict[str, QuantizedTensor], list[LayerReport]]:
+        """Solves group after group; each on what it is given by the ones before where statistics decide its codes."""
+        quantized: dict[str, QuantizedTensor] = {}
+        reports = []
+        leaders = [self.linears[group[0]] for group in groups]
         sequential = any(scheme.uses_statistics for scheme in self.schemes.values())
+        if sequential and HeldPasses.fit(passes, leaders):
+            self.held = HeldPasses(passes, leaders)
+        source = self.held or passes
         for stage in [[group] for group in groups] if sequential else [groups]:
             leaders = [self.linears[group[0]] for group in stage]
             collected = [InputStatistics(leader.in_features, self.skeleton.device) for leader in leaders]
-            passes.collect(list(zip(leaders, collected, strict=True)))
+            source.collect(list(zip(leaders, collected, strict=True)))
             for group, statistics in zip(stage, collected, strict=True):
                 solved = solve([self._target(name, smoothed) for name in group], self.index, statistics)
                 for name, (report, result) in zip(group, solved, strict=True):
@@ -69,11 +91,7 @@ class BlockCompression:
                     self.activations.start(name, self.linears[name], largest)
         for name in self.activations.wanted:
             quantized[f"{name}.weight"] = self.activations.stored(name, quantized[f"{name}.weight"])
-        reports = [self._with_activation(report, quantized) for report in reports]
-        stored: dict[str, torch.Tensor | QuantizedTensor] = {}
-        for name, _ in self.block.named_parameters():
-            stored[f"{self.prefix}.{name}"] = quantized[name] if name in quantized else self._dense(name, smoothed)
-        return stored, reports
+        return quantized, [self._with_activation(report, quantized) for report in reports]
 
     def _learn(
         self,
@@ -83,31 +101,44 @@ class BlockCompression:
         smoothed: Smoothed,
         progress: Progress,
     ) -> None:
-        """Gives the linears whose solver is `blockwise` their codes."""
-        names = [name for name, scheme in self.schemes.items() if scheme.solver.blockwise]
-        weights = {name: self._target(name, smoothed).weight() for name in names}
-        masks = {}
-        pruned = [group for group in groups if any(self.schemes[name].prune for name in group if name in names)]
-        if pruned:
-            collected = [InputStatistics(self.linears[group[0]].in_features, self.skeleton.device) for group in pruned]
-            passes.collect([(self.linears[group[0]], seen) for group, seen in zip(pruned, collected, strict=True)])
-            for group, seen in zip(pruned, collected, strict=True):
-                for name in group:
-                    if name in names and (prune := self.schemes[name].prune) is not None:
-                        masks[name] = prune.mask(weights[name], seen.hessian(name).diagonal() if seen.tokens else None)
+        """Gives the linears whose solver is `blockwise` their codes, learned with inputs rounded as they will be."""
+        collected: list[InputStatistics | None] = [None] * len(groups)
+        if any(scheme.prune is not None or scheme.activation is not None for scheme in self.schemes.values()):
+            leaders = [self.linears[group[0]] for group in groups]
+            seen = [InputStatistics(leader.in_features, self.skeleton.device) for leader in leaders]
+            passes.collect(list(zip(leaders, seen, strict=True)))
+            collected = [statistics if statistics.tokens else None for statistics in seen]
+        roundings: dict[SignRound, dict[str, Rounding]] = {}
         try:
-            found = learned(self.block, self.schemes, weights, masks, passes, targets, self.index, progress)
+            with torch.inference_mode(False):
+                for group, statistics in zip(groups, collected, strict=True):
+                    mean_square = statistics.hessian(group[0]).diagonal() if statistics else None
+                    ready = prepared([self._target(name, smoothed) for name in group], mean_square)
+                    for name, weight, mask, shared in zip(group, *ready, strict=True):
+                        self.activations.start(name, self.linears[name], statistics.max_abs if statistics else None)
+                        solver, format = self.schemes[name].solver, self.schemes[name].format
+                        if isinstance(solver, SignRound):
+                            roundings.setdefault(solver, {})[name] = solver.rounding(weight, format, shared, mask)
+                found = learned(self.block, self.schemes, roundings, passes, targets, self.index, progress)
         except QbenchError as refused:
             raise QbenchError(f"{self.prefix}: {refused}") from refused
+        self.activations.end()
         self.schemes |= found
 
     def forward_in_place(self, hidden: list[torch.Tensor]) -> None:
         """Replaces each batch of hidden states by this block's output."""
+        found = [] if self.held is None else self.held.outputs()
         for i, call in enumerate(self.calls):
-            hidden[i] = self.skeleton.run_block(self.block, hidden[i], call)
+            hidden[i] = found[i] if found else self.skeleton.run_block(self.block, hidden[i], call)
             if not bool(torch.isfinite(hidden[i]).all()):
                 raise QbenchError(f"{self.prefix}: its output is NaN or infinite on the calibration rows.")
         self.activations.end()
+
+    def drop_passes(self) -> None:
+        """Ends the passes that were held, so that `forward_in_place` starts from the block's input."""
+        if self.held is not None:
+            self.held.close()
+            self.held = None
 
     def _with_activation(self, report: LayerReport, quantized: Mapping[str, QuantizedTensor]) -> LayerReport:
         """`report` with what `activations` added to the layer."""
@@ -121,10 +152,14 @@ class BlockCompression:
         return Target(f"{self.prefix}.{name}", self.linears[name], self.schemes[name], limits, detail)
 
     def _groups(self, traced: Trace) -> list[list[str]]:
-        """The compressed linears in execution order, those that read one tensor together; unreached ones alone."""
-        together = [[name for name in reading.readers if name in self.linears] for reading in traced.readings]
-        reached = {name for names in together for name in names}
-        return [names for names in together if names] + [[name] for name in self.linears if name not in reached]
+        """The compressed linears in execution order, those that read one tensor together.
+
+        An expert that no traced token reached has the groups of the reached ones, and its place among them.
+        """
+        every = with_siblings([reading.readers for reading in traced.readings], self.linears)
+        groups = [group for names in every if (group := [name for name in names if name in self.linears])]
+        reached = {name for group in groups for name in group}
+        return groups + [[name] for name in self.linears if name not in reached]
 
     def _dense(self, name: str, smoothed: Smoothed) -> torch.Tensor:
         """A parameter as it is stored: the source's own, or float32 vectors and matrices of its dtype if changed."""

@@ -92,6 +92,7 @@ def compress(
                 tensors, layers = worker.compress(hidden, floating, progress)
                 bar.describe(label)
                 if kv_cache is not None:
+                    worker.drop_passes()
                     passes = Passes(skeleton, block, hidden, block_calls)
                     scales = round_keys_and_values(passes, skeleton.block_name(index), kv_cache)
                     state.kv_scales += [scales] if scales is not None else []

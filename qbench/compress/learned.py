@@ -32,8 +32,7 @@ Progress = Callable[[str], None]  # is told what is being done
 def learned(
     block: nn.Module,
     schemes: Mapping[str, Scheme],
-    weights: Mapping[str, torch.Tensor],
-    masks: Mapping[str, torch.Tensor],
+    roundings: Mapping[SignRound, Mapping[str, Rounding]],
     passes: Passes,
     targets: list[torch.Tensor],
     index: int,
@@ -41,26 +40,18 @@ def learned(
 ) -> dict[str, Scheme]:
     """The schemes of the linears whose rounding is learned, their solvers replaced by what was found.
 
-    `weights` are those to round and `masks` what of them stays, both by linear. Linears that no row reached are left
-    out. Linears under different settings are tuned one kind after the other, the first ones as tuned.
+    `roundings` are theirs by settings and name. Linears under different settings are tuned one kind after the other,
+    the first ones as tuned. Linears that no row of any step reached are left out.
     """
     found: dict[str, Scheme] = {}
     done: dict[str, torch.Tensor] = {}
-    with torch.inference_mode(False):
-        for solver in dict.fromkeys(scheme.solver for scheme in schemes.values()):
-            if not isinstance(solver, SignRound):
-                continue
-            roundings = {
-                name: Rounding(weights[name], scheme.format, ranges=solver.ranges, mask=masks.get(name))
-                for name, scheme in schemes.items()
-                if scheme.solver == solver
-            }
-            tuning = BlockTuning(block, passes, targets, roundings, done)
-            gained = tuning.run(solver, solver.seed + index, progress)
-            for name in sorted(tuning.reached):
-                solution = Solution(roundings[name].quantized(), fallback=None if gained else NO_GAIN)
-                done[f"{name}.weight"] = solution.quantized.dequantize()
-                found[name] = replace(schemes[name], solver=Learned(solution))
+    for solver, members in roundings.items():
+        tuning = BlockTuning(block, passes, targets, members, done)
+        gained = tuning.run(solver, solver.seed + index, progress)
+        for name in sorted(tuning.reached):
+            solution = Solution(members[name].quantized(), fallback=None if gained else NO_GAIN)
+            done[f"{name}.weight"] = solution.quantized.dequantize()
+            found[name] = replace(schemes[name], solver=Learned(solution))
     return found
 
 

@@ -63,12 +63,7 @@ def solve(
     """Solves linears that all read what `statistics` are of, and puts the decoded weights in their places."""
     hessian = statistics.hessian(targets[0].name)
     reached = statistics.tokens > 0
-    weights = [target.weight() for target in targets]
-    masks = [
-        prune.mask(weight, hessian.diagonal() if reached else None) if (prune := target.scheme.prune) else None
-        for target, weight in zip(targets, weights, strict=True)
-    ]
-    shared = shared_parameters([target.scheme.format for target in targets], weights, masks)
+    weights, masks, shared = prepared(targets, hessian.diagonal() if reached else None)
     solutions: dict[int, Solution] = {}
     for (format, solver), members in _equal(targets, reached).items():
         solved = _solve(
@@ -103,6 +98,21 @@ def solve(
         target.linear.weight.data = decoded
         results.append((report, solution.quantized))
     return results
+
+
+def prepared(
+    targets: Sequence[Target], mean_square: torch.Tensor | None
+) -> tuple[list[torch.Tensor], list[torch.Tensor | None], list[Params]]:
+    """Weights to round, masks of what stays of them, and shared parameters, of linears that read one tensor.
+
+    `mean_square` ``[in]`` is that tensor's; None where no calibration token came by or no scheme asks for it.
+    """
+    weights = [target.weight() for target in targets]
+    masks = [
+        prune.mask(weight, mean_square) if (prune := target.scheme.prune) else None
+        for target, weight in zip(targets, weights, strict=True)
+    ]
+    return weights, masks, shared_parameters([target.scheme.format for target in targets], weights, masks)
 
 
 def shared_parameters(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,6 +90,36 @@ def trace(block: nn.Module, run: Callable[[], torch.Tensor]) -> Trace:
     for hook in hooks:
         hook.remove()
     return found
+
+
+def with_siblings(groups: Sequence[Sequence[str]], linears: Iterable[str]) -> list[list[str]]:
+    """`groups` of linears in execution order, with groups of those `linears` whose siblings were traced.
+
+    Siblings are modules of a list, such as experts, and run in its order: with ``experts.0.gate`` and
+    ``experts.0.up`` in a group, ``experts.3.gate`` and ``experts.3.up`` are one, and come before ``experts.4``.
+    """
+    found = [list(group) for group in groups]
+    traced = {name for group in groups for name in group}
+    kinds = {_kind(name)[0]: [_kind(other)[0] for other in group] for group in groups for name in group}
+    missing: dict[tuple[tuple[str, ...], tuple[int, ...]], list[str]] = {}
+    for name in linears:
+        kind, numbers = _kind(name)
+        if name not in traced and numbers and kind in kinds:
+            missing.setdefault((tuple(kinds[kind]), numbers), []).append(name)
+    order = {kind: position for position, kind in enumerate(kinds)}
+    for (group_kinds, numbers), names in sorted(missing.items(), key=lambda item: (item[0][1], order[item[0][0][0]])):
+        names.sort(key=lambda name: group_kinds.index(_kind(name)[0]))
+        owner = group_kinds[0].partition("*")[0]
+        siblings = [(place, _kind(group[0])[1]) for place, group in enumerate(found) if group[0].startswith(owner)]
+        later = [place for place, of_sibling in siblings if of_sibling > numbers]
+        found.insert(later[0] if later else siblings[-1][0] + 1, names)
+    return found
+
+
+def _kind(name: str) -> tuple[str, tuple[int, ...]]:
+    """``experts.3.up`` as ``experts.*.up`` and its numbers."""
+    parts = name.split(".")
+    return ".".join("*" if part.isdigit() else part for part in parts), tuple(int(p) for p in parts if p.isdigit())
 
 
 @dataclass(frozen=True)
