@@ -27,15 +27,11 @@ def caveats(info: RunInfo, rows: Sequence[Result], table: Table) -> list[str]:
     for counts in expert_counts(rows, table.variants):
         if counts.num_unreached:
             share = f"{counts.num_unreached} of {len(counts.tokens)} experts"
-            found.append(
-                f"{counts.variant}: no calibration token reached {share}; they were compressed from their weights alone."
-            )
+            found.append(f"{counts.variant}: no calibration token reached {share}; these had their weights alone.")
     makers = {row.variant: row.provenance["made_by"] for row in rows if "made_by" in row.provenance}
     for variant, maker in makers.items():
         if variant in table.variants:
-            found.append(
-                f"{variant}: made by {maker}; kept as floats here, so its speed and size on disk are not given."
-            )
+            found.append(f"{variant}: made by {maker}; its weights are floats here, so their speed is not given.")
     for variant, exports in info.exports.items():
         for export in exports:
             if export.difference:
