@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import reprlib
 from collections.abc import Iterable
 from importlib import import_module
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 def nearest(name: object, known: Iterable[str]) -> str:
     """A sentence that lists the known names, led by the nearest one when there is one."""
     names = sorted(known)
-    close = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(str(name)[:80], names, n=1, cutoff=0.5)
     hint = f"Did you mean {close[0]!r}? " if close else ""
     return f"{hint}Known: {', '.join(names)}."
 
@@ -33,6 +34,6 @@ class Registry:
         from qbench.errors import QbenchError
 
         if not isinstance(name, str) or name not in self.entries:
-            raise QbenchError(f"Unknown {self.kind} {name!r}. {nearest(name, self.entries)}")
+            raise QbenchError(f"Unknown {self.kind} {reprlib.repr(name)}. {nearest(name, self.entries)}")
         module, attribute = self.entries[name].split(":")
         return getattr(import_module(module), attribute)

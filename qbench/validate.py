@@ -103,7 +103,7 @@ def check(recipe: Recipe, source: ModelSource, *, out: Path | None = None, only:
         warnings += [f"variants.{name}: {sentence}" for sentence in replaced(variant, source)]
         if not schemes[name] and not unmatched and variant.compresses_weights:
             wrong.append(f"variants.{name}: every module is ignored; nothing would be compressed.")
-        wrong += _check_pruning(name, schemes[name], source)
+        wrong += _check_schemes(name, schemes[name], source)
         if variant.kv_format is not None:
             try:
                 variant.kv_format.check(head_dim(source.config))
@@ -188,17 +188,20 @@ def _closest(pattern: str, modules: Iterable[str]) -> str:
     return nearest(pattern, kinds)
 
 
-def _check_pruning(name: str, schemes: dict[str, Scheme], source: ModelSource) -> list[str]:
-    """What keeps modules from being pruned as they should be, one sentence a reason with how many it keeps."""
+def _check_schemes(name: str, schemes: dict[str, Scheme], source: ModelSource) -> list[str]:
+    """What modules are too narrow for or cannot be pruned by; one sentence a reason, with how many it concerns."""
     shapes = module_shapes(source)
     reasons: dict[str, list[str]] = {}
     for module, scheme in schemes.items():
+        width = shapes[module][1]
+        found = [("format", scheme.format.refusal(width))]
         if scheme.prune is not None:
-            for why in (zero_refusal(scheme.format), scheme.prune.refusal(shapes[module][1])):
-                if why is not None:
-                    reasons.setdefault(why, []).append(module)
+            found += [("prune", zero_refusal(scheme.format)), ("prune", scheme.prune.refusal(width))]
+        for axis, why in found:
+            if why is not None:
+                reasons.setdefault(f"{axis}: {why}", []).append(module)
     return [
-        f"variants.{name}.prune: {why}; {modules[0]}{f' and {len(modules) - 1} more' if modules[1:] else ''}."
+        f"variants.{name}.{why}; {modules[0]}{f' and {len(modules) - 1} more' if modules[1:] else ''}."
         for why, modules in reasons.items()
     ]
 

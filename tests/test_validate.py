@@ -121,6 +121,20 @@ def test_a_partial_group_is_fine_until_a_layout_cannot_hold_it(tmp_path: Path) -
 
 
 @pytest.mark.trap(39)
+def test_groups_wider_than_a_row_are_refused_before_any_work(tmp_path: Path, tiny_llama: Path) -> None:
+    variants = {
+        "rtn": {"preset": "rtn"},  # groups of 128; rows are 64 and 128 wide
+        "nf4": {"preset": "nf4", "format": {"group_size": 4096}},
+        "one": {"preset": "nf4", "rules": [{"match": "layers.1.self_attn.o_proj", "format": {"group_size": 65}}]},
+    }
+    message = refusal(tmp_path, tiny_llama, variants)
+    width = "group_size is 128, rows are 64 wide; allowed: 2 to 64; model.layers.0.mlp.gate_proj and 17 more."
+    assert f"variants.rtn.format: format int: {width}" in message
+    assert "format nf4: group_size is 4096, rows are 128 wide" in message
+    assert "variants.one.format: format nf4: group_size is 65" in message
+    assert "model.layers.1.self_attn.o_proj." in message
+
+
 def test_what_cannot_be_pruned_is_refused(tmp_path: Path, tiny_llama: Path) -> None:
     """Formats without a zero, also behind a name or in an export, and rows that the pattern does not divide."""
     half = {"name": "magnitude", "sparsity": 0.5}

@@ -37,6 +37,10 @@ class Format(ABC):
         """The format to use for rows of `in_features`: itself, another where it cannot, None where none can."""
         return self
 
+    def refusal(self, in_features: int) -> str | None:
+        """Why rows of `in_features` should not be stored with the fields as they are; None when they may."""
+        return None
+
     @property
     def rows_share(self) -> bool:
         """Whether output rows share parameters, so that they cannot be found row by row."""
@@ -139,6 +143,13 @@ def block_absmax(columns: torch.Tensor, name: str) -> torch.Tensor:
     if not bool(torch.isfinite(absmax).all()):
         raise QbenchError(f"format {name}: a weight is NaN or infinite.")
     return absmax
+
+
+def group_refusal(name: str, group_size: int | None, in_features: int) -> str | None:
+    """Why groups of `group_size` (None: none) are too wide for rows of `in_features`; None when they are not."""
+    if group_size is None or group_size <= in_features:
+        return None
+    return f"format {name}: group_size is {group_size}, rows are {in_features} wide; allowed: 2 to {in_features}"
 
 
 def repeated(shared: Params, times: int) -> Params:

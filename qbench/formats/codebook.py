@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, ClassVar
 
 from qbench.errors import QbenchError
-from qbench.formats.base import Params, block_absmax
+from qbench.formats.base import Params, block_absmax, group_refusal
 from qbench.formats.fourbit import FourBit
 from qbench.lazy import lazy_import
 
@@ -60,6 +60,9 @@ class Codebook(FourBit):
     def __post_init__(self) -> None:
         if self.group_size < 2:
             raise QbenchError(f"format {self.name}: group_size is {self.group_size}; allowed: 2 or more columns.")
+
+    def refusal(self, in_features: int) -> str | None:
+        return group_refusal(self.name, self.group_size, in_features)
 
     def block_size(self, in_features: int) -> int:
         return self.group_size

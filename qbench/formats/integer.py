@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from qbench.errors import QbenchError
-from qbench.formats.base import Format, Params, QuantizedTensor
+from qbench.formats.base import Format, Params, QuantizedTensor, group_refusal
 from qbench.lazy import lazy_import
 
 if TYPE_CHECKING:
@@ -77,6 +77,9 @@ class Integer(Format):
     @property
     def holds_zero(self) -> bool:
         return not self.float_zero_point
+
+    def refusal(self, in_features: int) -> str | None:
+        return group_refusal(self.name, self.group_size, in_features)
 
     def block_size(self, in_features: int) -> int:
         return self.group_size if self.group_size is not None else in_features

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import reprlib
 from dataclasses import fields, is_dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from qbench.errors import QbenchError
 from qbench.registry import Registry, nearest
+
+LARGEST_INT = 2**31 - 1  # what any size or count fits in
+LARGEST_FLOAT = 3.0e38  # what float32 holds
 
 
 def build(registry: Registry, mapping: dict[str, Any]) -> Any:
@@ -24,9 +28,10 @@ def build(registry: Registry, mapping: dict[str, Any]) -> Any:
     known = {field.name for field in fields(cls)}
     for key, value in given.items():
         if key not in known:
-            raise QbenchError(f"{registry.kind} {name}: unknown field {key!r}. {nearest(key, known)}")
+            raise QbenchError(f"{registry.kind} {name}: unknown field {reprlib.repr(key)}. {nearest(key, known)}")
         if not _fits(value, hints[key]):
-            raise QbenchError(f"{registry.kind} {name}: {key} is {value!r}; allowed: {_describe(hints[key])}.")
+            found, allowed = reprlib.repr(value), _describe(hints[key])
+            raise QbenchError(f"{registry.kind} {name}: {key} is {found}; allowed: {allowed}.")
     return registry.get(name)(**given)
 
 
@@ -41,9 +46,9 @@ def _fits(value: Any, hint: Any) -> bool:
     if options:
         return any(_fits(value, option) for option in options)
     if hint is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
+        return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST_FLOAT
     if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool)
+        return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= LARGEST_INT
     return isinstance(value, hint)
 
 
@@ -53,5 +58,6 @@ def _describe(hint: Any) -> str:
         return ", ".join(map(str, options))
     if options:
         return " or ".join(_describe(option) for option in options)
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+    numbers = {int: "a whole number below 2**31", float: "a finite number"}
+    names = {**numbers, bool: "true or false", str: "text", type(None): "null"}
     return names.get(hint, str(hint))

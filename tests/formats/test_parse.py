@@ -33,3 +33,21 @@ def test_every_solver_round_trips_as_plain_values(name: str) -> None:
 def test_mistakes_are_named(fields: dict[str, object], message: str) -> None:
     with pytest.raises(QbenchError, match=message):
         format_from_dict(fields)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), 1e300, -(10**400), True, "0.1"])
+def test_numbers_are_finite_in_float32(value: object) -> None:
+    with pytest.raises(QbenchError, match="allowed: a finite number"):
+        solver_from_dict({"name": "hqq", "beta": value})
+
+
+def test_whole_numbers_are_such_as_any_size_fits_in() -> None:
+    with pytest.raises(QbenchError, match=r"a whole number below 2\*\*31"):
+        format_from_dict({"name": "nf4", "group_size": 2**31})
+
+
+def test_long_values_are_shortened() -> None:
+    for fields in ({"name": "x" * 9999}, {"name": "int", "y" * 9999: 1}, {"name": "int", "bits": "z" * 9999}):
+        with pytest.raises(QbenchError) as caught:
+            format_from_dict(fields)
+        assert len(str(caught.value)) < 400
