@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from qbench.errors import QbenchError
+
+STRIP = 256  # wide enough for matrix products to run at full speed
 
 
 class InputStatistics:
@@ -21,7 +25,8 @@ class InputStatistics:
     def add(self, inputs: torch.Tensor) -> None:
         """Adds activations ``[..., in_features]`` of real tokens."""
         flat = inputs.reshape(-1, inputs.shape[-1]).float()
-        self.total.addmm_(flat.T, flat)
+        for start, stop in self._strips():  # the other half follows from symmetry
+            self.total[start:stop, start:].addmm_(flat[:, start:stop].T, flat[:, start:])
         low, high = flat.aminmax()
         self.max_abs = torch.maximum(self.max_abs, torch.maximum(-low, high))
         self.tokens += flat.shape[0]
@@ -30,7 +35,14 @@ class InputStatistics:
         """``[in, in]`` float32. Raises `QbenchError` naming `layer` when an activation was NaN or infinite."""
         if not bool(torch.isfinite(self.total).all()):
             raise QbenchError(f"{layer}: its inputs are NaN or infinite on the calibration rows.")
+        for start, stop in self._strips():
+            self.total[stop:, start:stop] = self.total[start:stop, stop:].T
         return self.total / max(self.tokens, 1)
+
+    def _strips(self) -> Iterator[tuple[int, int]]:
+        """Runs of rows whose products with themselves and the rows below make up the upper half of the total."""
+        width = len(self.total)
+        return ((start, min(start + STRIP, width)) for start in range(0, width, STRIP))
 
 
 def relative_output_error(weight: torch.Tensor, quantized: torch.Tensor, hessian: torch.Tensor) -> float:

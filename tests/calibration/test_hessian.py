@@ -38,3 +38,14 @@ def test_relative_error_is_that_of_the_outputs() -> None:
     assert relative_output_error(weight, other, statistics.hessian("x")) == pytest.approx(float(expected), rel=1e-5)
     assert relative_output_error(weight, weight, statistics.hessian("x")) == 0
     assert relative_output_error(torch.zeros(6, 8), torch.zeros(6, 8), statistics.hessian("x")) == 0
+
+
+def test_wide_inputs_give_the_whole_symmetric_matrix() -> None:
+    rows = torch.randn(3, 50, 600, generator=torch.Generator().manual_seed(0))
+    statistics = InputStatistics(600, torch.device("cpu"))
+    for count, row in enumerate(rows, 1):
+        statistics.add(row)
+        expected = rows[:count].flatten(0, 1).double()
+        found = statistics.hessian("layer")  # asked for in between as well
+        assert torch.allclose(found.double(), expected.T @ expected / len(expected), atol=1e-5)
+        assert torch.equal(found, found.T)
