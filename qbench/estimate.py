@@ -17,6 +17,7 @@ import torch
 from qbench.formats.size import stored_bytes
 from qbench.models.source import ModelSource, TensorInfo
 from qbench.models.structure import layer_index
+from qbench.peers.choice import Choice
 from qbench.recipe import Recipe
 from qbench.resolve import HEAD, module_shapes
 from qbench.scheme import Scheme
@@ -114,6 +115,22 @@ class Estimator:
         total = sum(map(float_bytes, self.source.tensors.values()))
         memory = self._run_memory(total)
         return Estimate(total, 8 * total / self.parameters, 0, memory, 0, self._measure_seconds())
+
+    def peer(self, choice: Choice) -> Estimate:
+        """A variant that another library makes of a float32 copy, and that is kept as floats: its bits are those of
+        the codes alone, its time that of forward passes and of solving every linear once."""
+        total = FLOAT32 * self.parameters
+        hidden = self._calibration_tokens() * self.hidden_size * FLOAT32
+        solve = sum(2 * rows * width**2 + 4 * width**3 for rows, width in self.linears.values())
+        forward = 2 * self._calibration_tokens() * self.inside * 3
+        return Estimate(
+            weight_bytes=total,
+            bits_per_weight=choice.nominal_bits,
+            compress_memory=2 * PROCESS_BYTES + 2 * total + 2 * hidden,
+            run_memory=self._run_memory(total),
+            disk=3 * total,
+            seconds=self._seconds(forward, "forward") + self._seconds(solve, "solve") + self._measure_seconds(),
+        )
 
     def _calibration_tokens(self) -> int:
         return self.recipe.calibration.rows * self.recipe.calibration.seq_len

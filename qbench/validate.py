@@ -16,7 +16,8 @@ from qbench.estimate import Estimate, Estimator, machine_speed
 from qbench.export.gguf import check_tokenizer
 from qbench.export.layouts import CHECKS
 from qbench.models.source import ModelSource
-from qbench.models.structure import block_count, head_dim, layer_index, match
+from qbench.models.structure import block_count, head_dim, layer_index, linear_names, match
+from qbench.peers.choice import check_widths
 from qbench.recipe import Recipe, Variant
 from qbench.registry import nearest
 from qbench.resolve import module_shapes, replaced, resolve
@@ -77,7 +78,9 @@ class Plan:
             memory = max(estimate.compress_memory, estimate.run_memory)
             sizes = (f"{nbytes / GIB:.2f} GiB" for nbytes in (estimate.weight_bytes, memory, estimate.disk))
             bits = f"{estimate.bits_per_weight:.2f}"
-            table.add_row(name, str(len(self.schemes.get(name, {}))), bits, *sizes, _duration(estimate.seconds))
+            choice = self.recipe.variants[name].choice if name in self.recipe.variants else None
+            modules = f"by {choice.library.name}" if choice else str(len(self.schemes.get(name, {})))
+            table.add_row(name, modules, bits, *sizes, _duration(estimate.seconds))
         console.print(table)
         console.print(f"In all about {self.memory / GIB:.2f} GiB of memory, {self.disk / GIB:.2f} GiB on disk, "
                       f"{_duration(self.seconds)}.")  # fmt: skip
@@ -85,11 +88,19 @@ class Plan:
             console.print(f"Warning: {warning}", style="yellow", markup=False, soft_wrap=True)
 
 
-def check(recipe: Recipe, source: ModelSource, *, out: Path | None = None, only: Iterable[str] | None = None) -> Plan:
+def check(
+    recipe: Recipe,
+    source: ModelSource,
+    *,
+    out: Path | None = None,
+    only: Iterable[str] | None = None,
+    machine: bool = True,
+) -> Plan:
     """Everything that can be known of a run before it starts. `source` is what `qbench.inputs.reference_source` opens.
 
     `out` is where the run will write (here, if not given), `only` the variants it will make (all). Raises one
-    `QbenchError` that lists whatever makes the recipe impossible on this model and machine.
+    `QbenchError` that lists whatever makes the recipe impossible on this model and, unless `machine` is false, on this
+    machine: its memory, its disk, the libraries that are installed.
     """
     wrong, warnings = _check_model(recipe, source)
     wrong += check_rows(recipe, source, recipe.chosen(only))
@@ -104,6 +115,7 @@ def check(recipe: Recipe, source: ModelSource, *, out: Path | None = None, only:
         if not schemes[name] and not unmatched and variant.compresses_weights:
             wrong.append(f"variants.{name}: every module is ignored; nothing would be compressed.")
         wrong += _check_schemes(name, schemes[name], source)
+        wrong += _check_peer(name, variant, source, machine)
         if variant.kv_format is not None:
             try:
                 variant.kv_format.check(head_dim(source.config))
@@ -121,12 +133,16 @@ def check(recipe: Recipe, source: ModelSource, *, out: Path | None = None, only:
             except QbenchError as error:
                 wrong.append(f"variants.{name}.{error}")
     if not wrong:
-        estimator = Estimator(recipe, source, machine_speed(choose_device(recipe.model.device)))
-        estimates = {"reference": estimator.reference()}
+        speed = machine_speed(choose_device(recipe.model.device))
+        estimates = {"reference": Estimator(recipe, source, speed).reference()}
         for name, found in schemes.items():
-            estimates[name] = estimator.variant(found, len(recipe.variants[name].export))
+            variant = recipe.variants[name]
+            own = recipe.model_copy(update={"calibration": recipe.calibration_of(name)})
+            estimator = Estimator(own, source, speed)
+            made = estimator.variant(found, len(variant.export))
+            estimates[name] = made if variant.choice is None else estimator.peer(variant.choice)
         plan = Plan(recipe, schemes, estimates, warnings)
-        wrong = _check_machine(plan, out or Path.cwd())
+        wrong = _check_machine(plan, out or Path.cwd()) if machine else []
     if wrong:
         raise QbenchError("\n".join([f"{recipe.name}: cannot run on {source.location}", *(f"  {w}" for w in wrong)]))
     return plan
@@ -180,6 +196,23 @@ def _check_patterns(name: str, variant: Variant, source: ModelSource) -> tuple[l
         if unmatched(pattern)
     ]
     return wrong, warnings
+
+
+def _check_peer(name: str, variant: Variant, source: ModelSource, machine: bool) -> list[str]:
+    """Whether another library can make the variant: it is installed, and its groups divide the model's rows."""
+    if (choice := variant.choice) is None:
+        return []
+    modules = linear_names(source.tensors, source.config)
+    if any(".experts." in module for module in modules):
+        return [f"variants.{name}.with: models with experts are not handed to other libraries."]
+    shapes = module_shapes(source)
+    try:
+        check_widths(choice, {shapes[module][1] for module in modules})
+        if machine:
+            choice.version  # noqa: B018 (raises where the library is not installed)
+    except QbenchError as error:
+        return [f"variants.{name}.with: {error}"]
+    return []
 
 
 def _closest(pattern: str, modules: Iterable[str]) -> str:

@@ -26,6 +26,7 @@ import qbench
 from qbench.inputs import Inputs, reference_source
 from qbench.models.json_file import read_json
 from qbench.models.source import ModelSource
+from qbench.peer_stages import stages_of
 from qbench.progress import console
 from qbench.recipe import Recipe, stage_key
 from qbench.resolve import resolve
@@ -96,7 +97,7 @@ def _run_stages(
     _write_json(out / "run.json", {**record, "stage_seconds": timings})
     inputs_file, inputs_key = _write_inputs(out, inputs)
     stages = {
-        name: Stages(recipe, out, name, inputs, inputs_key, inputs_file, provenance, schemes)
+        name: stages_of(recipe, name)(recipe, out, name, inputs, inputs_key, inputs_file, provenance, schemes)
         for name, schemes in _all_schemes(recipe, inputs.source, plan).items()
     }
     reused = [name for name in (REFERENCE, *chosen) if stages[name].complete]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
@@ -34,6 +35,14 @@ class Choice:
     def interpreter(self) -> str:
         """`python` if given, else what QBENCH_PEER_PYTHON_<LIBRARY> names, else the one that runs qbench."""
         return self.python or os.environ.get(self.variable) or sys.executable
+
+    @property
+    def nominal_bits(self) -> float:
+        """Bits of a code, as the options, the scheme or the method name them."""
+        named = self.options.get("bits") or self.options.get("w_bit") or self.options.get("scheme") or self.method
+        found = re.search(r"\d", str(named))
+        assert found is not None, named
+        return float(found[0])
 
     @property
     def variable(self) -> str:
@@ -74,7 +83,7 @@ def read_choice(asked: str | dict[str, Any]) -> Choice:
 
 
 def checked(asked: Any) -> dict[str, Any]:
-    """What `with` says as plain values, every default filled in; a validator for recipes. ValueError says what is wrong."""
+    """What `with` says as plain values, every default filled in; a recipe's validator, so it raises ValueError."""
     if not isinstance(asked, str | dict):
         raise ValueError(f"found {asked!r}; expected a library's name or a mapping with `library`")
     if not asked:
