@@ -140,7 +140,10 @@ class Inputs:
         return found
 
     def _calibration_warnings(self, wanted: Calibration) -> list[str]:
-        found, tokens = [], self.calibration(wanted).tokens
+        found, rows = [], self.calibration(wanted)
+        tokens = rows.tokens
+        if wanted.packing == "documents" and len(rows.token_ids) < wanted.rows:
+            found.append(f"calibration: {wanted.data} gives {len(rows.token_ids)} rows; {wanted.rows} were asked for.")
         if wanted.packing == "packed" and tokens < wanted.rows * wanted.seq_len:
             found.append(
                 f"calibration: {wanted.data} gives {tokens} tokens; {wanted.rows} rows of {wanted.seq_len} were asked "

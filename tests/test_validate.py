@@ -210,6 +210,14 @@ def test_lengths_and_data_are_checked(tmp_path: Path, tiny_llama: Path, override
     assert expected in refusal(tmp_path, tiny_llama, {"x": {"preset": "nf4"}}, override)
 
 
+def test_estimates_go_by_the_variants_own_calibration(tmp_path: Path, tiny_llama: Path) -> None:
+    variant = {"preset": "gptq", "format": {"group_size": 32}}
+    many = {**variant, "calibration": {"rows": 4000}}
+    estimates = plan_for(tmp_path, tiny_llama, {"few": variant, "many": many}).estimates
+    assert estimates["many"].seconds > 2 * estimates["few"].seconds
+    assert estimates["many"].compress_memory > estimates["few"].compress_memory
+
+
 def test_conversations_need_a_chat_template(tmp_path: Path, tiny_llama: Path) -> None:
     data = "calibration={data: grade-school-math, rows: 2, seq_len: 32}"
     plan_for(tmp_path, tiny_llama, {"x": {"preset": "nf4"}}, data)
