@@ -46,3 +46,31 @@ def test_baselines_say_how_they_were_measured(file: Path) -> None:
     content = json.loads(file.read_text(encoding="utf-8"))
     assert {"recipe_hash", "model_revision", "data_hash", "dtype", "torch_version"} <= content["conditions"].keys()
     assert content["values"]["reference"]["kl_mean"] < 1e-6
+
+
+def test_the_table_of_presets_is_ordered_by_size_then_divergence() -> None:
+    script = runpy.run_path(str(EVAL / "presets.py"))
+    measured = {
+        "reference": (32.0, 25.5, 0.0),
+        "rtn": (4.17, 40.0, 0.5),
+        "gptq": (4.17, 30.0, 0.125),
+        "w8a8": (8.0, 26.0, 0.01),
+    }
+    rows = [
+        row
+        for name, (bits, perplexity, kl) in measured.items()
+        for row in make_results(
+            name,
+            [
+                ("bits_per_weight", bits, {}),
+                ("perplexity", perplexity, {}),
+                ("kl_mean", kl, {}),
+                ("kl_mean", 9, {"confidence": "low"}),
+            ],
+            {"seed": 0},
+        )
+    ]
+    lines = script["table"](rows).splitlines()
+    assert [line.split(" | ")[0].removeprefix("| ") for line in lines[2:]] == ["reference", "w8a8", "gptq", "rtn"]
+    assert lines[4] == "| gptq | 4.17 | 30.00 | 0.1250 |  |"
+    assert script["recipe"]()["variants"].keys() >= {"gptq", "q4_k_m", "nvfp4", "autoround"}
