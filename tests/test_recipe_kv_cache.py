@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
+from qbench import measure
+from qbench.commands.inspect import summary as summary_of
 from qbench.commands.methods import known_methods
 from qbench.errors import QbenchError
 from qbench.formats.kv_cache import FP8, Int4, Int8
@@ -130,7 +132,13 @@ def test_a_variant_is_described_by_what_differs(tmp_path: Path) -> None:
 
 
 @pytest.mark.trap(30)
-def test_a_run_calibrates_measures_and_tells_the_formats_apart(tmp_path: Path) -> None:
+def test_a_run_calibrates_measures_and_tells_the_formats_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def in_this_process(job: measure.MeasureJob, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        measure._measure(job)
+
+    monkeypatch.setattr("qbench.stages.run_job", in_this_process)
     model = make_tiny_llama(tmp_path / "model", num_hidden_layers=2)
     recipe = recipe_for(tmp_path, model, {"kv": {"kv_cache": "fp8"}})
     out = tmp_path / "out"
@@ -149,4 +157,5 @@ def test_a_run_calibrates_measures_and_tells_the_formats_apart(tmp_path: Path) -
     assert 0 < rows["kv", "kl_mean"].value < 0.1
     assert RunInfo.read(out).description("kv") == "KV cache fp8"
     assert "KV B / token" in summary.report.read_text()
+    assert summary_of(compressed.location, 1)["kv_cache"] == {"name": "fp8"}
     assert run(recipe, out).reused == ["reference", "kv"]

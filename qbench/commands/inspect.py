@@ -40,6 +40,9 @@ def command(
               f"{found['bits_per_weight']:.2f} bits a weight", markup=False)  # fmt: skip
     if found["grid"]:
         out.print(f"Its weights were dequantized from {found['grid']}: use model.off_grid to compare formats fairly.")
+    if found["kv_cache"]:
+        fields = ", ".join(f"{key} {value}" for key, value in found["kv_cache"].items() if key != "name")
+        out.print(f"Keys and values are kept in {found['kv_cache']['name']}{f' ({fields})' if fields else ''}.")
     table = Table("type", "tensors", "weights", "bytes", "bits a weight", title="Tensors by type")
     for kind, row in found["types"].items():
         bits = f"{8 * row['bytes'] / row['weights']:.2f}"
@@ -69,6 +72,7 @@ def summary(location: str, largest: int) -> dict[str, Any]:
     return {
         "model": source.location,
         "grid": source.grid,
+        "kv_cache": source.kv_cache.format.to_dict() if source.kv_cache else None,
         "weights": weights.total(),
         "bytes": nbytes.total(),
         "bits_per_weight": 8 * nbytes.total() / weights.total(),

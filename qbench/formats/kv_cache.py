@@ -83,7 +83,10 @@ class FP8(KVFormat):
 
     def decode(self, parts: Params, scale: float | None = None) -> torch.Tensor:
         assert scale is not None
-        return parts["codes"].view(torch.float8_e4m3fn).float() * scale
+        codes = parts["codes"]
+        # Looked up: a processor casts float8 one by one, ten times slower.
+        table = torch.arange(256, dtype=torch.uint8, device=codes.device).view(torch.float8_e4m3fn).float() * scale
+        return table.index_select(0, codes.flatten().int()).view(codes.shape)
 
 
 @dataclass(frozen=True)
