@@ -60,6 +60,12 @@ class SignRound(Solver):
         first = 1 / self.iters if self.lr is None else self.lr
         return first * (1 - iteration / self.iters)
 
+    def rounding(
+        self, weight: torch.Tensor, format: Format, shared: Params | None, mask: torch.Tensor | None
+    ) -> Rounding:
+        """The start of a float32 `weight` ``[out, in]``: plain rounding, 0 where `mask` is False."""
+        return Rounding(masked(weight, format, mask), format, ranges=self.ranges, shared=shared, mask=mask)
+
     def solve(
         self,
         weight: torch.Tensor,
@@ -70,7 +76,7 @@ class SignRound(Solver):
         mask: torch.Tensor | None = None,
     ) -> Solution:
         assert hessian is not None, "learned rounding needs the Hessian of the layer's inputs"
-        rounding = Rounding(masked(weight, format, mask), format, ranges=self.ranges, shared=shared, mask=mask)
+        rounding = self.rounding(weight, format, shared, mask)
         least: float | None = None
         first = 0.0
         for iteration in range(self.iters):
