@@ -109,19 +109,22 @@ class BlockCompression:
             passes.collect(list(zip(leaders, seen, strict=True)))
             collected = [statistics if statistics.tokens else None for statistics in seen]
         roundings: dict[SignRound, dict[str, Rounding]] = {}
-        try:
-            with torch.inference_mode(False):
-                for group, statistics in zip(groups, collected, strict=True):
-                    mean_square = statistics.hessian(group[0]).diagonal() if statistics else None
-                    ready = prepared([self._target(name, smoothed) for name in group], mean_square)
-                    for name, weight, mask, shared in zip(group, *ready, strict=True):
-                        self.activations.start(name, self.linears[name], statistics.max_abs if statistics else None)
-                        solver, format = self.schemes[name].solver, self.schemes[name].format
-                        if isinstance(solver, SignRound):
+        with torch.inference_mode(False):
+            for group, statistics in zip(groups, collected, strict=True):
+                mean_square = statistics.hessian(f"{self.prefix}.{group[0]}").diagonal() if statistics else None
+                ready = prepared([self._target(name, smoothed) for name in group], mean_square)
+                for name, weight, mask, shared in zip(group, *ready, strict=True):
+                    self.activations.start(name, self.linears[name], statistics.max_abs if statistics else None)
+                    solver, format = self.schemes[name].solver, self.schemes[name].format
+                    if isinstance(solver, SignRound):
+                        try:
                             roundings.setdefault(solver, {})[name] = solver.rounding(weight, format, shared, mask)
+                        except QbenchError as refused:
+                            raise QbenchError(f"{self.prefix}.{name}: {refused}") from refused
+            try:
                 found = learned(self.block, self.schemes, roundings, passes, targets, self.index, progress)
-        except QbenchError as refused:
-            raise QbenchError(f"{self.prefix}: {refused}") from refused
+            except QbenchError as refused:
+                raise QbenchError(f"{self.prefix}: {refused}") from refused
         self.activations.end()
         self.schemes |= found
 
@@ -183,4 +186,6 @@ def _linear(block: nn.Module, local: str, name: str) -> nn.Linear:
         raise QbenchError(f"{name}: the model's code has no such module.") from None
     if not isinstance(module, nn.Linear):
         raise QbenchError(f"{name}: a {type(module).__name__}, not a linear layer; it cannot be compressed.")
+    if not bool(torch.isfinite(module.weight).all()):
+        raise QbenchError(f"{name}: its weight holds NaN or infinite values.")
     return module

@@ -16,6 +16,7 @@ from qbench.calibration.channels import ChannelStatistics
 from qbench.compress.experts import Expert
 from qbench.compress.passes import Passes
 from qbench.compress.trace import Reading, Trace, find_producer
+from qbench.errors import QbenchError
 from qbench.formats.activation import ActivationFormat
 from qbench.scheme import Scheme
 from qbench.transforms.base import Limits, Readers, Transform
@@ -185,9 +186,14 @@ class Smoother:
         reference = output()
 
         def loss(scales: torch.Tensor) -> float:
+            pairs = zip(rounded, originals, strict=True)
+            try:
+                found = [scheme.format.quantize(weight * scales).dequantize() for (_, scheme), weight in pairs]
+            except QbenchError:  # a weight too large for the format under these scales
+                return float("inf")
             hooks = []
-            for (linear, scheme), weight in zip(rounded, originals, strict=True):
-                linear.weight.data = scheme.format.quantize(weight * scales).dequantize() / scales
+            for (linear, scheme), weight in zip(rounded, found, strict=True):
+                linear.weight.data = weight / scales
                 if scheme.activation is not None:
                     hooks.append(linear.register_forward_pre_hook(rounds(scheme.activation, scales, max_abs)))
             error = float((output() - reference).square().mean())
@@ -204,7 +210,10 @@ class Smoother:
         if scheme is None or scheme.transform is None:
             return
         weight: Any = self.block.get_submodule(name).weight
-        limits = scheme.transform.limits(name, weight.data, scheme.format, inputs)
+        try:
+            limits = scheme.transform.limits(name, weight.data, scheme.format, inputs)
+        except QbenchError as refused:
+            raise QbenchError(f"{self.prefix}.{name}: {refused}") from refused
         if limits is not None:
             self.done.limits[name] = limits
 
