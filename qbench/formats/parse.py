@@ -32,6 +32,8 @@ def build(registry: Registry, mapping: dict[str, Any]) -> Any:
         if not _fits(value, hints[key]):
             found, allowed = reprlib.repr(value), _describe(hints[key])
             raise QbenchError(f"{registry.kind} {name}: {key} is {found}; allowed: {allowed}.")
+        if isinstance(value, int) and _fits(float(value), hints[key]) and not isinstance(value, bool):
+            given[key] = float(value)  # 1 and 1.0 are one value where any number is allowed
     return registry.get(name)(**given)
 
 

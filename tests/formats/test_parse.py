@@ -51,3 +51,9 @@ def test_long_values_are_shortened() -> None:
         with pytest.raises(QbenchError) as caught:
             format_from_dict(fields)
         assert len(str(caught.value)) < 400
+
+
+def test_a_whole_number_where_any_is_allowed_is_that_number() -> None:
+    whole, point = (solver_from_dict({"name": "hqq", "beta": value}) for value in (10**30, 1e30))
+    assert repr(whole) == repr(point)
+    assert "iterations=20," in repr(solver_from_dict({"name": "hqq", "iterations": 20}))
