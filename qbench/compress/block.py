@@ -131,6 +131,7 @@ class BlockCompression:
     def forward_in_place(self, hidden: list[torch.Tensor]) -> None:
         """Replaces each batch of hidden states by this block's output."""
         found = [] if self.held is None else self.held.outputs()
+        self.held = None
         for i, call in enumerate(self.calls):
             hidden[i] = found[i] if found else self.skeleton.run_block(self.block, hidden[i], call)
             if not bool(torch.isfinite(hidden[i]).all()):

@@ -4,13 +4,17 @@ A linear is calibrated on what it is given once the linears before it were solve
 would take several times as long; here every batch has a pass of its own that waits at the group's first linear and goes
 on from there with the new weights. A pass waits in a thread, which is what Python has to stop a call in its middle;
 only one runs at a time. What the waiting passes hold (a few tensors a batch) is the price, so it is limited.
+
+The GNU C library would give every thread a heap of its own, and what a pass frees there would not serve the others.
 """
 
 from __future__ import annotations
 
+import ctypes
+import platform
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache, partial
 from threading import Semaphore
 from typing import Any
 
@@ -23,6 +27,7 @@ from qbench.compress.skeleton import PassEnded
 HELD_BYTES = 4 << 30  # of activations in waiting passes, at most
 HELD_PASSES = 64  # threads, at most
 FLOAT_BYTES = 4
+M_ARENA_MAX = -8  # mallopt's parameter: how many heaps there may be
 AT_ONCE = 3  # tensors as wide as the hidden states that a waiting pass holds besides the linear's input
 
 
@@ -34,6 +39,7 @@ class HeldPasses:
         self._stage = 0  # the one that is collected or solved
         self._running: _Pass | None = None
         self._hooks = [leader.register_forward_pre_hook(self._arrive) for leader in leaders]
+        _share_one_heap()
         self._executor = ThreadPoolExecutor(len(passes.hidden))
         runs = zip(passes.hidden, passes.calls, strict=True)
         block, run = passes.block, passes.skeleton.run_block
@@ -59,8 +65,9 @@ class HeldPasses:
         self._stage = len(self._stages)
         for each in self._passes:
             self._advance(each, self._stage)
+        found = [each.output() for each in self._passes]
         self.close()
-        return [each.output() for each in self._passes]
+        return found
 
     def close(self) -> None:
         """Ends the passes that still wait."""
@@ -69,6 +76,7 @@ class HeldPasses:
         for each in self._passes:
             each.end()
         self._executor.shutdown()
+        self._passes, self._running = [], None
 
     def _advance(self, each: _Pass, stage: int) -> None:
         while each.stage < stage and not each.done:
@@ -88,6 +96,12 @@ class HeldPasses:
         return args
 
 
+@cache
+def _share_one_heap() -> None:
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)
+
+
 class _Pass:
     """One call in a thread, which runs only inside `go_on`: until it waits, ends or fails."""
 
@@ -97,7 +111,7 @@ class _Pass:
         self._turn, self._back = Semaphore(0), Semaphore(0)
         self._ending = False
         self._future = executor.submit(self._main, run)
-        self._future.add_done_callback(lambda _: self._back.release())
+        self._future.add_done_callback(partial(_release, self._back))
 
     @property
     def done(self) -> bool:
@@ -131,3 +145,8 @@ class _Pass:
             raise PassEnded
         with torch.inference_mode():
             return run()
+
+
+def _release(back: Semaphore, _: Future[torch.Tensor]) -> None:
+    """Not a method: a finished pass must not keep itself, and with it the block's output, in a cycle."""
+    back.release()
