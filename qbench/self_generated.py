@@ -58,7 +58,7 @@ def _write_on(
     from qbench.runtime.llm import LLM
     from qbench.runtime.request import SamplingParams
 
-    at_once, rows = 16, []
+    at_once, rows = 32, []
     llm = LLM(source, dtype=model.dtype, device=model.device, max_num_seqs=at_once, max_model_len=wanted.seq_len)
     options = wanted.sampling.model_dump(exclude={"start"})
     with progress_bar("write calibration text", len(starts)) as bar:

