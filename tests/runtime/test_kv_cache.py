@@ -14,6 +14,7 @@ from qbench.errors import QbenchError
 from qbench.formats.kv_cache import FP8, Int4, Int8, IntegerKV, KVCache, KVFormat
 from qbench.kernels import dispatch
 from qbench.models.source import open_model
+from qbench.runtime import placement
 from qbench.runtime.architecture import Architecture
 from qbench.runtime.kv_cache import PagedKVCache
 from qbench.runtime.llm import LLM
@@ -141,19 +142,19 @@ def test_the_cache_takes_the_formats_bytes() -> None:
     }
 
 
-@pytest.mark.parametrize("device", ["cpu"])
-def test_smaller_tokens_make_more_blocks_in_the_same_memory(tiny_llama: Path, device: str) -> None:
+def test_smaller_tokens_make_more_blocks_in_the_same_memory(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "available_memory", lambda device: 10**9)
     source = open_model(tiny_llama)
     settings = SchedulerSettings(
         num_blocks=1, block_size=16, max_num_seqs=10**9, max_num_batched_tokens=2048, max_model_len=512
     )
     architecture = Architecture.from_config(source.config)
-    plain = default_num_blocks(source, torch.device(device), torch.float32, settings)
+    plain = default_num_blocks(source, CPU, torch.float32, settings)
     source.kv_cache = KVCache(Int8())
-    more = default_num_blocks(source, torch.device(device), torch.float32, settings)
+    more = default_num_blocks(source, CPU, torch.float32, settings)
     ratio = token_bytes(architecture, torch.float32, None) / token_bytes(architecture, torch.float32, source.kv_cache)
     assert ratio == 64 / 18  # 16 channels in float32; in int8 with a scale
-    assert more / plain == pytest.approx(ratio, rel=0.3)  # of memory that others use too
+    assert more / plain == pytest.approx(ratio, rel=1e-3)
 
 
 @pytest.mark.trap(30)
