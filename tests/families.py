@@ -33,6 +33,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phi3": {},  # q, k and v in one linear; gate and up in one
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
+MORE: dict[str, dict[str, Any]] = {  # relatives whose blocks differ in what transforms must know
+    "gemma": {},
+    "gemma2": {"sliding_window": 8},
+    "qwen2_moe": {"num_experts": 4, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64},
+    "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 64, "num_experts_per_tok": 2},
+}
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 LOUD = ("up_proj", "v_proj", "qkv_proj", "gate_up_proj")
 
 
@@ -55,7 +62,7 @@ def family_config(family: str, width: int = 64, **overrides: Any) -> Any:
         "eos_token_id": 2,
         "pad_token_id": 2,
     }
-    return AutoConfig.for_model(family, **(fields | FAMILIES[family] | overrides))
+    return AutoConfig.for_model(family, **(fields | (FAMILIES | MORE)[family] | overrides))
 
 
 def random_model(family: str, width: int = 64, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
@@ -148,7 +155,7 @@ class _DoubleNorm(torch.nn.Module):
 
 
 def _fused(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Mixtral's experts one by one, as files hold them, to the two stacks of transformers' code."""
+    """Experts one by one, as files hold them, to the two stacks of transformers' code."""
     fused, experts = {}, {}
     for name, tensor in weights.items():
         path, expert, key = name.replace("block_sparse_moe", "mlp").partition(".experts.")
@@ -156,8 +163,9 @@ def _fused(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             fused[path] = tensor
             continue
         index, projection, _ = key.split(".")
+        projection = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}.get(projection, projection)
         experts.setdefault(f"{path}.experts", {}).setdefault(projection, {})[int(index)] = tensor
     for path, found in experts.items():
-        w1, w2, w3 = (torch.stack([found[key][i] for i in range(len(found[key]))]) for key in ("w1", "w2", "w3"))
-        fused |= {f"{path}.gate_up_proj": torch.cat([w1, w3], 1), f"{path}.down_proj": w2}
+        gate, up, down = (torch.stack([w[i] for i in range(len(w))]) for w in map(found.get, PROJECTIONS))
+        fused |= {f"{path}.gate_up_proj": torch.cat([gate, up], 1), f"{path}.down_proj": down}
     return fused

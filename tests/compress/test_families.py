@@ -19,12 +19,12 @@ from qbench.transforms.base import TRANSFORMS, Transform
 from qbench.transforms.smoothquant import SmoothQuant
 from tests.compress.test_engine import token_rows
 from tests.compress.test_smoothing import folded, smooth
-from tests.families import FAMILIES, logits, make_family
+from tests.families import FAMILIES, MORE, logits, make_family
 
 INT4 = Integer(bits=4, group_size=32)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES | MORE)
 @pytest.mark.parametrize("transform", [TRANSFORMS.get(name)() for name in TRANSFORMS.names()], ids=lambda t: t.name)
 def test_folding_changes_no_block_of_any_family(tmp_path: Path, family: str, transform: Transform) -> None:
     source = open_model(make_family(tmp_path, family))

@@ -68,7 +68,7 @@ def test_logits_stay_the_same(tmp_path: Path, family: str) -> None:
         assert torch.equal(source.load(name), moved.load(name)) is kept, name  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("family", families.FAMILIES)
+@pytest.mark.parametrize("family", families.FAMILIES | families.MORE)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-4)], ids=str)
 def test_logits_of_every_family_stay_the_same(
     tmp_path: Path, family: str, dtype: torch.dtype, tolerance: float
