@@ -102,19 +102,13 @@ class BlockCompression:
         progress: Progress,
     ) -> None:
         """Gives the linears whose solver is `blockwise` their codes, learned with inputs rounded as they will be."""
-        collected: list[InputStatistics | None] = [None] * len(groups)
-        if any(scheme.prune is not None or scheme.activation is not None for scheme in self.schemes.values()):
-            leaders = [self.linears[group[0]] for group in groups]
-            seen = [InputStatistics(leader.in_features, self.skeleton.device) for leader in leaders]
-            passes.collect(list(zip(leaders, seen, strict=True)))
-            collected = [statistics if statistics.tokens else None for statistics in seen]
+        seen = self._seen(groups, passes)
         roundings: dict[SignRound, dict[str, Rounding]] = {}
         with torch.inference_mode(False):
-            for group, statistics in zip(groups, collected, strict=True):
-                mean_square = statistics.hessian(f"{self.prefix}.{group[0]}").diagonal() if statistics else None
+            for group, (mean_square, largest) in zip(groups, seen, strict=True):
                 ready = prepared([self._target(name, smoothed) for name in group], mean_square)
                 for name, weight, mask, shared in zip(group, *ready, strict=True):
-                    self.activations.start(name, self.linears[name], statistics.max_abs if statistics else None)
+                    self.activations.start(name, self.linears[name], largest)
                     solver, format = self.schemes[name].solver, self.schemes[name].format
                     if isinstance(solver, SignRound):
                         try:
@@ -127,6 +121,20 @@ class BlockCompression:
                 raise QbenchError(f"{self.prefix}: {refused}") from refused
         self.activations.end()
         self.schemes |= found
+
+    def _seen(self, groups: list[list[str]], passes: Passes) -> list[tuple[torch.Tensor | None, torch.Tensor | None]]:
+        """Each group's input as far as pruning or rounding inputs needs it: mean square ``[in]`` and largest value."""
+        if all(scheme.prune is None and scheme.activation is None for scheme in self.schemes.values()):
+            return [(None, None)] * len(groups)
+        leaders = [self.linears[group[0]] for group in groups]
+        collected = [InputStatistics(leader.in_features, self.skeleton.device) for leader in leaders]
+        passes.collect(list(zip(leaders, collected, strict=True)))
+        return [
+            (statistics.hessian(f"{self.prefix}.{group[0]}").diagonal(), statistics.max_abs)
+            if statistics.tokens
+            else (None, None)
+            for group, statistics in zip(groups, collected, strict=True)
+        ]
 
     def forward_in_place(self, hidden: list[torch.Tensor]) -> None:
         """Replaces each batch of hidden states by this block's output."""
