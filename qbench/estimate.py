@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from qbench.calibration.data import SELF_GENERATED
 from qbench.formats.size import stored_bytes
 from qbench.models.source import ModelSource, TensorInfo
 from qbench.models.structure import layer_index
@@ -21,6 +22,7 @@ from qbench.peers.choice import Choice
 from qbench.recipe import Recipe
 from qbench.resolve import HEAD, module_shapes
 from qbench.scheme import Scheme
+from qbench.self_generated import AT_ONCE
 
 PROCESS_BYTES = 600 * 2**20  # the interpreter with torch and transformers
 BATCH_TOKENS = 4096  # of calibration and scoring, taken at once
@@ -111,10 +113,12 @@ class Estimator:
         )
 
     def reference(self) -> Estimate:
-        """The uncompressed model."""
+        """The uncompressed model, which may write its own calibration text first."""
         total = sum(map(float_bytes, self.source.tensors.values()))
         memory = self._run_memory(total)
-        return Estimate(total, 8 * total / self.parameters, 0, memory, 0, self._measure_seconds())
+        return Estimate(
+            total, 8 * total / self.parameters, 0, memory, 0, self._measure_seconds() + self._writing_seconds()
+        )
 
     def peer(self, choice: Choice) -> Estimate:
         """A variant that another library makes of a float32 copy, and that is kept as floats: its bits are those of
@@ -182,6 +186,15 @@ class Estimator:
                 seconds += self._seconds(a_token * tokens / min(concurrency, benchmark.requests), "decode_step")
                 seconds += self._seconds(a_token * tokens, "decode_token")
         return seconds
+
+    def _writing_seconds(self) -> float:
+        """Sampling each self-generated set of rows that a variant wants, once."""
+        asked = map(self.recipe.calibration_of, self.recipe.variants)
+        shapes = {(c.rows, c.seq_len, c.packing, str(c.sampling)) for c in asked if c.data == SELF_GENERATED}
+        a_token = 2 * (self.inside + math.prod(self.head))
+        steps = sum(math.ceil(rows / AT_ONCE) * seq_len for rows, seq_len, *_ in shapes)
+        tokens = sum(rows * seq_len for rows, seq_len, *_ in shapes)
+        return self._seconds(a_token * steps, "decode_step") + self._seconds(a_token * tokens, "decode_token")
 
     def _seconds(self, operations: float, stage: str) -> float:
         return operations / (self.speed * EFFICIENCY[stage])

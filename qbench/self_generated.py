@@ -16,6 +16,8 @@ from qbench.recipe import Model, stage_key
 from qbench.recipe_data import Calibration
 from qbench.resources import cache_dir, written_whole
 
+AT_ONCE = 32  # rows that are written together
+
 
 def generated_rows(
     source: ModelSource, tokenizer: Any, wanted: Calibration, seed: int, model: Model
@@ -58,12 +60,12 @@ def _write_on(
     from qbench.runtime.llm import LLM
     from qbench.runtime.request import SamplingParams
 
-    at_once, rows = 32, []
-    llm = LLM(source, dtype=model.dtype, device=model.device, max_num_seqs=at_once, max_model_len=wanted.seq_len)
+    rows = []
+    llm = LLM(source, dtype=model.dtype, device=model.device, max_num_seqs=AT_ONCE, max_model_len=wanted.seq_len)
     options = wanted.sampling.model_dump(exclude={"start"})
     with progress_bar("write calibration text", len(starts)) as bar:
-        for first in range(0, len(starts), at_once):
-            batch = starts[first : first + at_once]
+        for first in range(0, len(starts), AT_ONCE):
+            batch = starts[first : first + AT_ONCE]
             params = [
                 SamplingParams(
                     max_tokens=wanted.seq_len - len(start),

@@ -216,6 +216,9 @@ def test_estimates_go_by_the_variants_own_calibration(tmp_path: Path, tiny_llama
     estimates = plan_for(tmp_path, tiny_llama, {"few": variant, "many": many}).estimates
     assert estimates["many"].seconds > 2 * estimates["few"].seconds
     assert estimates["many"].compress_memory > estimates["few"].compress_memory
+    own = {**variant, "calibration": {"data": "self-generated", "rows": 4000}}
+    writing = plan_for(tmp_path, tiny_llama, {"few": variant, "own": own, "same": own}).estimates["reference"]
+    assert writing.seconds > 10 * estimates["reference"].seconds  # the text is written before the first variant
 
 
 def test_conversations_need_a_chat_template(tmp_path: Path, tiny_llama: Path) -> None:
