@@ -12,7 +12,9 @@ class _LazyModule:
         self._name = name
 
     def __getattr__(self, attribute: str) -> Any:
-        return getattr(import_module(self._name), attribute)
+        found = getattr(import_module(self._name), attribute)
+        setattr(self, attribute, found)  # the next access does not come here
+        return found
 
 
 def lazy_import(name: str) -> Any:

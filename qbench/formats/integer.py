@@ -102,15 +102,15 @@ class Integer(Format):
 
     def encode(self, columns: torch.Tensor, params: Params) -> torch.Tensor:
         if self.float_zero_point:
-            codes = (columns / params["scale"] + params["zero_point"]).round()
-            return codes.clamp(0, self.max_code).to(torch.uint8)
+            codes = (columns / params["scale"]).add_(params["zero_point"]).round_()
+            return codes.clamp_(0, self.max_code).to(torch.uint8)
         zero = params.get("zero_point", self.middle)
         lowest = 1 if self.symmetric and not self.full_range else 0
-        return ((columns / params["scale"]).round() + zero).clamp(lowest, self.max_code).to(torch.uint8)
+        return (columns / params["scale"]).round_().add_(zero).clamp_(lowest, self.max_code).to(torch.uint8)
 
     def decode(self, codes: torch.Tensor, params: Params) -> torch.Tensor:
         zero = params.get("zero_point", self.middle)
-        return (codes.float() - zero) * params["scale"]
+        return (codes.float() - zero).mul_(params["scale"])
 
     def pack(self, codes: torch.Tensor, params: Params, g_idx: torch.Tensor | None = None) -> QuantizedTensor:
         from qbench.formats.bitpack import pack_bits

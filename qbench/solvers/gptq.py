@@ -268,10 +268,11 @@ def _round_run(
         code = format.encode(column.unsqueeze(1), params)
         codes.append(code.squeeze(1))
         decoded = format.decode(code, params).squeeze(1)
-        batch[i] -= decoded
+        batch[i].sub_(decoded)
         step = steps[i]
         error = torch.sub(corrected[i], decoded, out=errors[i - begin]).div_(step[i])
-        corrected[begin:i].addr_(step[begin:i], error, alpha=-1)
+        if i > begin:
+            corrected[begin:i].addr_(step[begin:i], error, alpha=-1)
     corrected[:begin].addmm_(steps[begin:end, :begin].T, errors, alpha=-1)
     return codes
 
