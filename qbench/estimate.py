@@ -23,11 +23,14 @@ from qbench.recipe import Recipe
 from qbench.resolve import HEAD, module_shapes
 from qbench.scheme import Scheme
 from qbench.self_generated import AT_ONCE
+from qbench.solvers.base import Solver
+from qbench.solvers.signround import SignRound
 
 PROCESS_BYTES = 600 * 2**20  # the interpreter with torch and transformers
 BATCH_TOKENS = 4096  # of calibration and scoring, taken at once
 LOGIT_ROWS = 512  # positions whose logits are held at once
 FLOAT32 = 4
+ROUNDING = 2500  # what rounding a weight once costs while it is learned, as operations of a matrix product
 STORED = {"F32": 4, "F16": 2, "BF16": 2}  # anything else is decoded to float32 when it is loaded
 # Share of the matrix-product speed that was reached with a 135M model in float32 on processor cores with AVX-512.
 EFFICIENCY = {
@@ -141,7 +144,8 @@ class Estimator:
 
     def _compress_memory(self, schemes: Mapping[str, Scheme], hidden: int) -> int:
         """The largest block twice (as it was and as it is stored), the largest Hessian with its factors, the hidden
-        states of all rows, and one batch's activations."""
+        states of all rows, and one batch's activations. Where rounding is learned, offsets, gradients and what is kept
+        beside the weights, hidden states of the uncompressed model too, and activations for the way back."""
         blocks: dict[int | None, int] = {}
         for name, info in self.source.tensors.items():
             index = layer_index(name)
@@ -153,6 +157,8 @@ class Estimator:
         activations = 3 * batch * (self.hidden_size + max(rows for rows, _ in self.linears.values())) * FLOAT32
         head = outside if HEAD in schemes else outside // 2
         largest = max(blocks.values(), default=0)
+        if any(scheme.solver.blockwise for scheme in schemes.values()):
+            return PROCESS_BYTES + 8 * largest + head + hessians + 4 * hidden + 4 * activations
         return PROCESS_BYTES + 2 * largest + head + hessians + 2 * hidden + activations
 
     def _run_memory(self, weights: int) -> int:
@@ -170,8 +176,20 @@ class Estimator:
         passes = 2.5 if solved else 1.9  # a block's forward passes: partial ones up to each group of linears, one whole
         products = tokens * sum(2 * shape[1] ** 2 for shape in self.linears.values()) / 2  # many share their input
         forward = 2 * tokens * self.inside * passes + products
-        solve = sum(2 * rows * width**2 + 4 * width**3 for rows, width in solved)
-        return self._seconds(forward, "forward") + self._seconds(solve, "solve")
+        factored = [
+            self.shapes[name] for name, s in schemes.items() if s.solver.uses_hessian and not s.solver.blockwise
+        ]
+        solve = sum(2 * rows * width**2 + 4 * width**3 for rows, width in factored)
+        learn = sum(self._learning(self.shapes[name], scheme.solver) for name, scheme in schemes.items())
+        return self._seconds(forward + learn, "forward") + self._seconds(solve, "solve")
+
+    def _learning(self, shape: tuple[int, int], solver: Solver) -> float:
+        """Operations to learn a weight's rounding: each step a pass there and back, then the weight rounded anew."""
+        if not isinstance(solver, SignRound):
+            return 0.0
+        calibration = self.recipe.calibration
+        tokens = min(solver.batch_rows, calibration.rows) * calibration.seq_len
+        return solver.iters * math.prod(shape) * (6 * tokens + ROUNDING)
 
     def _measure_seconds(self) -> float:
         """Scoring the evaluation rows, then the requests at each concurrency."""
