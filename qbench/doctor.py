@@ -16,6 +16,7 @@ from qbench.resources import cache_dir
 GIB = 2**30
 REQUIRED = ("torch", "transformers", "safetensors", "tokenizers", "gguf", "numpy", "pydantic")
 OPTIONAL = {
+    "datasets": "calibration data of the hub, parquet files",
     "xllamacpp": "checks GGUF files in llama.cpp",
     "gptqmodel": "checks GPTQ folders in transformers",
     "lm-eval": "task accuracy",
