@@ -38,6 +38,7 @@ class GGUFBlocks(Format):
     """A GGUF block type: `columns` weights in `nbytes` bytes. Columns of a block are always neighbours."""
 
     kind: ClassVar[str]  # ggml's name
+    bits: ClassVar[int]  # of a code
     columns: ClassVar[int] = BLOCK
     nbytes: ClassVar[int]
     any_order: ClassVar[bool] = False
@@ -126,6 +127,7 @@ class Q8_0(GGUFBlocks):  # noqa: N801
     name: ClassVar[str] = "q8_0"
     kind: ClassVar[str] = "Q8_0"
     nbytes: ClassVar[int] = 34
+    bits: ClassVar[int] = 8
 
     def search(self, x: torch.Tensor, importance: torch.Tensor | None, shared: Params) -> Params:
         scale = x.abs().amax(0, keepdim=True) / 127
@@ -148,7 +150,6 @@ class _Nibbles(GGUFBlocks):
     """4 or 5 bits: nibbles, and before them the upper bits. With importance, llama.cpp weighs a column's error by
     ``importance * sqrt(mean of the row's squares + x * x)``."""
 
-    bits: ClassVar[int]
     head: ClassVar[tuple[str, ...]]  # the float16 fields
 
     def shared(self, weight: torch.Tensor) -> Params:

@@ -50,12 +50,11 @@ else:
     torch = lazy_import("torch")
 
 
-class _KQuant(GGUFBlocks):
+class KQuant(GGUFBlocks):
     """`sub` neighbouring columns share a scale."""
 
     columns: ClassVar[int] = 256
     sub: ClassVar[int]
-    bits: ClassVar[int]
     instead: ClassVar[str]  # the format for rows that are no multiple of 256
 
     def for_width(self, in_features: int) -> Format | None:
@@ -90,7 +89,7 @@ class _KQuant(GGUFBlocks):
         return values[:, first:last].repeat_interleave(self.sub, 1)[:, start - first * self.sub :][:, : stop - start]
 
 
-class _Affine(_KQuant):
+class _Affine(KQuant):
     """``d * scale * code - dmin * min``."""
 
     top_scale: ClassVar[int]
@@ -149,7 +148,7 @@ class _Affine(_KQuant):
         return params["scale"] * codes.float() - params["minimum"]
 
 
-class _Symmetric(_KQuant):
+class _Symmetric(KQuant):
     """``d * scale * (code - half)``. A sub-block without a scale has code 0 everywhere."""
 
     sub: ClassVar[int] = 16
