@@ -19,11 +19,13 @@ from qbench.formats.base import QuantizedTensor
 from qbench.formats.integer import Integer
 from qbench.models.source import ModelSource, open_model
 from qbench.models.structure import linear_names
+from qbench.recipe import load_recipe
 from qbench.result import read_results
 from qbench.scheme import Scheme
 from qbench.solvers.nearest import Nearest
 from qbench.transforms.awq import AWQ
 from qbench.transforms.hadamard import Rotated, rotated
+from qbench.validate import check
 from tests import families
 from tests.compress.test_engine import token_rows
 from tests.models.test_offgrid import FAMILIES, logits
@@ -92,6 +94,21 @@ def test_what_cannot_be_rotated_is_told(tmp_path: Path) -> None:
     assert len(moved.kept) == 1
     assert "the residual stream is not" in moved.kept[0]
     assert Rotated(open_model(families.make_family(tmp_path / "llama", "llama")), seed=1).kept == []
+
+
+def test_the_plan_warns_of_what_is_not_rotated(tmp_path: Path) -> None:
+    model = families.make_family(tmp_path / "m", "gemma3_text")
+    (tmp_path / "text.txt").write_text("It was the best of times, it was the worst of times. " * 40)
+    content = {
+        "model": {"source": str(model)},
+        "calibration": {"data": str(tmp_path / "text.txt"), "rows": 2, "seq_len": 48},
+        "evaluate": None,
+        "benchmark": None,
+        "variants": {"turned": {"preset": "absmax-int8", "rotate": True}},
+    }
+    (tmp_path / "r.yaml").write_text(yaml.safe_dump(content))
+    plan = check(load_recipe(tmp_path / "r.yaml"), open_model(model), out=tmp_path)
+    assert any(warning.startswith("variants.turned.rotate: only value heads") for warning in plan.warnings)
 
 
 def test_fused_projections_experts_and_routers_are_rotated(tmp_path: Path) -> None:
