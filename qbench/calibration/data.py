@@ -60,6 +60,9 @@ def check_data(name: str, split: str | None, column: str | None = None) -> bool:
         raise QbenchError(f"Data {name}: its manifest says which column to read; found column {column!r}.")
     manifest = _manifest(name)
     if manifest.mix is not None:
+        for part in manifest.mix:
+            if not has_splits(part) or _manifest(part).mix is not None:
+                raise QbenchError(f"Data {name}: a mix is made of sets with splits; found {part!r}.")
         holds_chat = [check_data(part, split) for part in manifest.mix]
         return any(holds_chat)
     if split not in manifest.splits:

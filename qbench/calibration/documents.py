@@ -18,9 +18,9 @@ def as_document(value: Any, where: str) -> Document:
     Raises `QbenchError` when it is neither a text nor a list of ``{"role": text, "content": text}``.
     """
     if isinstance(value, str):
-        return value
+        return _unicode(value, where)
     if isinstance(value, list) and value and all(map(_is_message, value)):
-        return [{"role": message["role"], "content": message["content"]} for message in value]
+        return [{key: _unicode(message[key], where) for key in ("role", "content")} for message in value]
     raise QbenchError(
         f'{where}: found {_short(value)}; expected a text, or messages [{{"role": ..., "content": ...}}, ...].'
     )
@@ -41,6 +41,15 @@ def column_of(columns: list[str], wanted: str | None, where: str) -> str:
 def is_blank(document: Document) -> bool:
     """Whether nothing can be learned from it."""
     return not document.strip() if isinstance(document, str) else not any(m["content"].strip() for m in document)
+
+
+def _unicode(text: str, where: str) -> str:
+    """`text`, unless it holds half of a surrogate pair, which JSON can escape and no tokenizer reads."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise QbenchError(f"{where}: no Unicode text: {error.reason} (character {error.start}).") from error
+    return text
 
 
 def _is_message(value: Any) -> bool:

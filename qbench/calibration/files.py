@@ -100,7 +100,7 @@ def _parquet_rows(path: Path, column: str | None) -> list[Document]:
     key = column_of(file.schema_arrow.names, column, f"Data file {path}")
     try:
         values = file.read(columns=[key]).column(key).to_pylist()
-    except (ArrowException, OSError) as error:
+    except (ArrowException, OSError, UnicodeDecodeError) as error:
         raise QbenchError(f"Data file {path}: damaged ({_first_line(error)}).") from error
     return [as_document(value, f"Data file {path}, row {i}, {key!r}") for i, value in enumerate(values)]
 

@@ -49,6 +49,7 @@ def _fetch(name: str, hub: Hub, split: str) -> list[Document]:
     check_hub(name, hub, split)
     from datasets import load_dataset
     from datasets.exceptions import DatasetsError
+    from httpx import HTTPError
 
     if not hub.is_folder:
         console.print(f"Reading {hub.documents} rows of {hub.dataset} ...")
@@ -59,7 +60,7 @@ def _fetch(name: str, hub: Hub, split: str) -> list[Document]:
             where = f"Data {name}, row {index} of {split}"
             key = column_of(list(row), hub.column, where)
             found.append(as_document(row[key], f"{where}, {key!r}"))
-    except (DatasetsError, OSError, ValueError) as error:  # also what huggingface_hub and httpx raise when offline
+    except (DatasetsError, HTTPError, OSError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise QbenchError(
             f"Data {name}: {hub.dataset} ({split}) is not in the cache ({cache_dir()}) and could not be read: {reason}"

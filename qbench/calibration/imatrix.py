@@ -137,9 +137,9 @@ def _read_gguf(path: Path) -> Imatrix:
             entries |= _read_weight(file, name.removesuffix(SUMS), path)
     if not entries:
         raise QbenchError(f"{path}: no importance data; tensors named *{SUMS} are expected.")
-    chunk_size = file.get("imatrix.chunk_size", int, 512)
+    chunk_size = max(file.get("imatrix.chunk_size", int, 512), 1)
     revision = file.get(REVISION, str, "") or None
-    return Imatrix(entries, chunk_size, list(file.metadata.get("imatrix.datasets", [])), revision)
+    return Imatrix(entries, chunk_size, file.get("imatrix.datasets", list, []), revision)
 
 
 def _read_weight(file: GGUFFile, weight: str, path: Path) -> dict[str, SquareSum]:

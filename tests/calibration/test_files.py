@@ -68,6 +68,8 @@ def test_equal_content_has_one_hash_whatever_the_file(tmp_path: Path) -> None:
         ("a.jsonl", b'{"text": 3}\n', "line 1, 'text': found 3; expected a text, or messages"),
         ("a.jsonl", b'{"messages": []}\n', r"'messages': found \[\]"),
         ("a.jsonl", b'{"messages": [{"role": "user"}]}\n', "'messages': found .*expected a text, or messages"),
+        ("a.jsonl", b'{"text": "a\\ud800"}\n', r"'text': no Unicode text: surrogates not allowed \(character 1\)"),
+        ("a.jsonl", b'{"messages": [{"role": "user", "content": "\\udfff"}]}\n', "'messages': no Unicode text"),
         ("a.parquet", b"PAR1 and then nothing", "no readable parquet file"),
     ],
 )
@@ -108,6 +110,12 @@ def test_a_parquet_file_whose_data_is_damaged(tmp_path: Path) -> None:
     check_data(str(path), None)
     with pytest.raises(QbenchError, match=r"damaged \("):
         load_data(str(path))
+
+
+def test_a_parquet_file_whose_text_is_not_utf8(tmp_path: Path) -> None:
+    text = pa.StringArray.from_buffers(1, pa.py_buffer(b"\0\0\0\0\2\0\0\0"), pa.py_buffer(b"a\xff"))
+    with pytest.raises(QbenchError, match=r"set\.parquet: damaged \("):
+        load_data(parquet(tmp_path / "set.parquet", text=text))
 
 
 def test_parquet_without_pyarrow_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

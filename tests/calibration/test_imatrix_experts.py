@@ -157,3 +157,20 @@ def test_a_saved_matrix_decides_the_codes_and_unreached_experts_are_told(tmp_pat
         assert report.fallback == told
         importance = None if told else found.importance(report.module)
         assert torch.equal(stored.parts["blocks"], format.quantize(weight.float(), importance).parts["blocks"])
+
+
+def test_odd_metadata_is_refused_or_does_no_harm(tmp_path: Path) -> None:
+    for key, value in (("imatrix.datasets", 3), ("imatrix.chunk_size", 0)):
+        writer = gguf.GGUFWriter(tmp_path / "i.gguf", "imatrix")
+        writer.add_uint32(key, value)
+        writer.add_tensor(f"{GATES}.in_sum2", np.ones((1, 4), np.float32))
+        writer.add_tensor(f"{GATES}.counts", np.ones((1, 1), np.float32))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        if value:
+            with pytest.raises(QbenchError, match=r"imatrix\.datasets"):
+                load_imatrix(tmp_path / "i.gguf")
+        else:
+            load_imatrix(tmp_path / "i.gguf").save(tmp_path / "again.gguf")

@@ -178,6 +178,14 @@ def test_manifests_that_are_refused(tmp_path: Path, content: dict[str, Any], mes
         check_data(name, "calibration")
 
 
+@pytest.mark.parametrize("part", ["own.yaml", "mixed", "self-generated", "a.txt"])
+def test_a_mix_is_made_of_sets(tmp_path: Path, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "own.yaml", mix=["wiki-paragraphs", part])
+    with pytest.raises(QbenchError, match=rf"a mix is made of sets with splits; found '{part}'"):
+        check_data("own.yaml", "calibration")
+
+
 def test_a_manifest_that_is_no_yaml(tmp_path: Path) -> None:
     (tmp_path / "own.yaml").write_text("a: [")
     with pytest.raises(QbenchError, match=r"own\.yaml: cannot be read"):
