@@ -17,7 +17,7 @@ from pydantic import (
 
 from qbench.calibration.data import SELF_GENERATED, has_splits
 
-Count = Annotated[int, Field(ge=1, strict=True)]
+Count = Annotated[int, Field(ge=1, le=1_000_000_000, strict=True)]
 Share = Annotated[float, Field(gt=0, le=1)]
 
 

@@ -173,6 +173,9 @@ def test_a_field_that_would_have_no_effect_is_refused(tmp_path: Path) -> None:
             "a0: &a0 [x]\n" + "".join(f"a{i + 1}: &a{i + 1} [{', '.join([f'*a{i}'] * 9)}]\n" for i in range(9)),
             "aliases",
         ),
+        (MODEL + "extends: " + "x" * 999, "extends: no file"),
+        (MODEL + 'extends: "a\\0b"', "extends: no file"),
+        (MODEL + "benchmark: {requests: 1" + "0" * 30 + "}\nvariants: {x: {preset: nf4}}\n", "1000000000"),
         (MODEL + "when: !!python/object/apply:os.getcwd []\n", "not valid YAML"),
     ],
 )

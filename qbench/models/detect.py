@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -24,9 +25,9 @@ def kind_of(location: str) -> str:
     if location.startswith("pypi:"):
         return "pypi"
     path = Path(location)
-    if path.is_dir():
+    if os.path.isdir(path):  # noqa: PTH112 (Path.is_dir raises on a name that is too long)
         return _kind_of_folder(path)
-    if path.is_file():
+    if os.path.isfile(path):  # noqa: PTH113
         if path.suffix == ".gguf":
             return "gguf"
         raise QbenchError(f"{location} is a file, but no .gguf file. {ALLOWED}")
