@@ -40,7 +40,9 @@ def test_files_and_folders(tmp_path: Path) -> None:
         assert kind in OPENERS
 
 
-@pytest.mark.parametrize("location", ["no/such/folder/here", "./models/x", "/no/such", "smollm2", "org/model.gguf", "x" * 999])
+@pytest.mark.parametrize(
+    "location", ["no/such/folder/here", "./models/x", "/no/such", "smollm2", "org/model.gguf", "x" * 999]
+)
 def test_a_path_that_does_not_exist(location: str) -> None:
     with pytest.raises(QbenchError, match=r"There is no model at.*Allowed: pypi:"):
         kind_of(location)
