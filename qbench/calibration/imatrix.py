@@ -139,7 +139,7 @@ def _read_gguf(path: Path) -> Imatrix:
         raise QbenchError(f"{path}: no importance data; tensors named *{SUMS} are expected.")
     chunk_size = max(file.get("imatrix.chunk_size", int, 512), 1)
     revision = file.get(REVISION, str, "") or None
-    return Imatrix(entries, chunk_size, file.get("imatrix.datasets", list, []), revision)
+    return Imatrix(entries, chunk_size, list(map(str, file.get("imatrix.datasets", list, []))), revision)
 
 
 def _read_weight(file: GGUFFile, weight: str, path: Path) -> dict[str, SquareSum]:

@@ -99,7 +99,10 @@ def _print(imatrix: Imatrix, path: Path | None, as_json: bool) -> None:
         print_json({**facts, "model_revision": imatrix.revision, "unreached": unreached, "modules": rows})
         return
     out = words(as_json)
-    table = Table("module", "inputs", "tokens", "mean square", "largest column's share", title=str(path))
+    table = Table(title=str(path), caption="largest: the largest column's share of the squares")
+    table.add_column("module", no_wrap=True, min_width=max(len(row["module"]) for row in rows))
+    for heading in ("inputs", "tokens", "mean square", "largest"):
+        table.add_column(heading, justify="right")
     for row in rows:
         share = f"{row['largest_share']:.1%}"
         table.add_row(row["module"], str(row["inputs"]), f"{row['tokens']:,}", f"{row['mean_square']:.4g}", share)
