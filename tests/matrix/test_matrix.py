@@ -20,6 +20,7 @@ from qbench.compress.engine import Compression, compress
 from qbench.formats.activation import ACTIVATIONS
 from qbench.formats.base import FORMATS, Format, QuantizedTensor
 from qbench.formats.integer import Integer
+from qbench.formats.kv_cache import KV_FORMATS
 from qbench.models.source import ModelSource, open_model
 from qbench.models.structure import linear_names
 from qbench.scheme import Scheme
@@ -27,8 +28,9 @@ from qbench.solvers.base import SOLVERS, Solution, Solver
 from qbench.solvers.nearest import Nearest
 from qbench.transforms.base import TRANSFORMS, Choice, Readers, Transform
 from qbench.transforms.hadamard import Rotated
+from qbench.transforms.prune import PRUNERS
 from tests.compress.test_engine import token_rows
-from tests.families import FAMILIES, logits, make_family
+from tests.families import FAMILIES, logits, make_family, random_model
 
 ROWS = token_rows(12, 24)
 HELD_OUT = torch.tensor(token_rows(2, 16, seed=9))
@@ -207,3 +209,38 @@ def test_every_activation_format(tmp_path: Path, models: Any, family: str, activ
         stored = done.model.load(f"{name}.weight")
         assert isinstance(stored, QuantizedTensor)
         assert stored.activation == activation
+
+
+@pytest.mark.parametrize("name", PRUNERS.names())
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_pruning(tmp_path: Path, models: Any, family: str, name: str) -> None:
+    """2:4 in every row of every linear, after GPTQ."""
+    source = models(family, 64)
+    scheme = Scheme(INT8, SOLVERS.get("gptq")(), prune=PRUNERS.get(name)(pattern="2:4"))
+    done = run(source, scheme, tmp_path)
+    for name in linears(source):
+        stored = done.model.load(f"{name}.weight")
+        assert isinstance(stored, QuantizedTensor)
+        assert int((stored.dequantize().unflatten(1, (-1, 4)) != 0).sum(2).max()) == 2
+    assert bool(torch.isfinite(logits(done.model, HELD_OUT)).all())
+
+
+@pytest.mark.parametrize("name", KV_FORMATS.names())
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_key_value_format(tmp_path: Path, models: Any, family: str, name: str) -> None:
+    """Scales of the first block against the keys and values that transformers' own cache holds."""
+    source = models(family, 64)
+    group = {"group_size": 16} if any(field.name == "group_size" for field in fields(KV_FORMATS.get(name))) else {}
+    format = KV_FORMATS.get(name)(**group)
+    done = compress(source, {}, ROWS, tmp_path / "model", key="k", kv_cache=format)
+    cache = done.model.kv_cache
+    assert cache is not None
+    assert cache.format == format
+    if not format.calibrated:
+        assert cache.scales == ()
+        return
+    with torch.no_grad():
+        wide = random_model(family, sliding_window=64)  # the window does not change keys, but a cache is cut to it
+        held = wide(torch.tensor(ROWS), use_cache=True).past_key_values.layers[0]
+    for scale, tensor in zip(cache.scales[0], (held.keys, held.values), strict=True):
+        assert scale == pytest.approx(float(tensor.abs().max()) / 448, rel=1e-5)
