@@ -18,6 +18,7 @@ from qbench.solvers.base import Solver
 from qbench.solvers.gptq import GPTQ
 from qbench.solvers.hqq import HQQ
 from qbench.solvers.nearest import Nearest
+from qbench.solvers.signround import SignRound
 from qbench.transforms.awq import AWQ
 from qbench.transforms.base import Transform
 from qbench.transforms.prune import Magnitude, Pruning, Wanda
@@ -49,13 +50,14 @@ def kept(weight: torch.Tensor, group: int) -> int:
 
 @pytest.mark.trap(24)
 @pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize("act_order", ["nearest", "none", "static", "dynamic"])
+@pytest.mark.parametrize(
+    "solver", [Nearest(), GPTQ(act_order="none"), GPTQ(), GPTQ(act_order="dynamic"), SignRound(iters=2)], ids=str
+)
 @pytest.mark.parametrize("transform", [None, AWQ(grid=2)], ids=["plain", "awq"])
 def test_2_of_4_survive_quantization_and_the_gptq_file(
-    tiny_llama: Path, tmp_path: Path, symmetric: bool, act_order: str, transform: Transform | None
+    tiny_llama: Path, tmp_path: Path, symmetric: bool, solver: Solver, transform: Transform | None
 ) -> None:
     source = open_model(tiny_llama)
-    solver: Solver = Nearest() if act_order == "nearest" else GPTQ(act_order=act_order)  # type: ignore[arg-type]
     scheme = Scheme(Integer(bits=4, group_size=32, symmetric=symmetric), solver, transform, prune=Wanda("2:4"))
     weights, done = pruned(source, tmp_path / "model", scheme)
     write(done.model, tmp_path / "gptq")
