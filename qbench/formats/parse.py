@@ -44,7 +44,7 @@ def _type_names() -> dict[str, Any]:
 def _fits(value: Any, hint: Any) -> bool:
     options = get_args(hint)
     if get_origin(hint) is Literal:
-        return value in options and not (isinstance(value, bool) and True not in options)
+        return any(value == option and type(value) is type(option) for option in options)
     if options:
         return any(_fits(value, option) for option in options)
     if hint is float:

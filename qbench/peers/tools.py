@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 
 @dataclass(frozen=True)
@@ -39,6 +38,8 @@ class Layer:
 
 def load_model(work: Work) -> nn.Module:
     """The float32 model of `work` by transformers, in evaluation mode."""
+    from transformers import AutoModelForCausalLM
+
     model: nn.Module = AutoModelForCausalLM.from_pretrained(work.model, dtype=torch.float32)
     return model.eval().to(work.device)
 
