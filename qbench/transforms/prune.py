@@ -8,6 +8,7 @@ columns still to come, as in SparseGPT (arXiv 2301.00774).
 from __future__ import annotations
 
 import re
+import reprlib
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -39,14 +40,14 @@ class Pruning(ABC):
     def __post_init__(self) -> None:
         if (self.pattern is None) == (self.sparsity is None):
             raise QbenchError(
-                f"prune {self.name}: pattern is {self.pattern}, sparsity is {self.sparsity}; "
+                f"prune {self.name}: pattern is {reprlib.repr(self.pattern)}, sparsity is {self.sparsity}; "
                 'allowed: one of them, such as pattern "2:4" or sparsity 0.5, the other null.'
             )
         if self.pattern is not None:
             numbers = re.fullmatch(r"(\d{1,4}):(\d{1,4})", self.pattern)
             if numbers is None or not 0 < int(numbers[1]) < int(numbers[2]):
                 raise QbenchError(
-                    f'prune {self.name}: pattern is {self.pattern!r}; '
+                    f'prune {self.name}: pattern is {reprlib.repr(self.pattern)}; '
                     'allowed: "N:M", of M neighbouring weights N stay, 0 < N < M < 10000.'
                 )  # fmt: skip
         if self.sparsity is not None and not 0 < self.sparsity < 1:
