@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 ORACLES ?= .venv-oracles
+PEERS ?= .venv-peers
 BIN := $(VENV)/bin
 RUN := runs/quickstart
 
@@ -28,11 +29,21 @@ $(ORACLES)/.installed: export/oracle-gptq.txt
 	$(ORACLES)/bin/pip install --quiet --no-deps gptqmodel==7.7.0
 	@touch $@
 
+# And one for the libraries that a recipe's `with` runs; gptqmodel is in the other.
+$(PEERS)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/pip install --quiet --upgrade pip
+	$(PEERS)/bin/pip install --quiet --constraint constraints.txt torch
+	$(PEERS)/bin/pip install --quiet --constraint constraints.txt '.[peers]'
+	@touch $@
+
 demo: $(VENV)/.installed ## install, fetch the default model and its data, run recipes/quickstart.yaml
 	$(BIN)/qbench run recipes/quickstart.yaml --out $(RUN)
 
-test: $(VENV)/.installed $(ORACLES)/.installed ## run all tests, those judged by other tools included
-	QBENCH_ORACLES_PYTHON=$(abspath $(ORACLES))/bin/python $(BIN)/python -m pytest -m "not gpu"
+test: $(VENV)/.installed $(ORACLES)/.installed $(PEERS)/.installed ## run all tests, those judged by other tools included
+	QBENCH_ORACLES_PYTHON=$(abspath $(ORACLES))/bin/python \
+	$(foreach library,AUTO_ROUND BITSANDBYTES LLMCOMPRESSOR MODELOPT,QBENCH_PEER_PYTHON_$(library)=$(abspath $(PEERS))/bin/python) \
+	$(BIN)/python -m pytest -m "not gpu"
 
 check: $(VENV)/.installed ## lint, format check and types
 	$(BIN)/ruff check .
@@ -50,4 +61,4 @@ wheel: $(VENV)/.installed ## build the wheel into dist/
 	$(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir dist .
 
 clean: ## remove the environment, builds and runs
-	rm -rf $(VENV) $(ORACLES) dist build runs
+	rm -rf $(VENV) $(ORACLES) $(PEERS) dist build runs
