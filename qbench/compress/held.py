@@ -40,7 +40,7 @@ class HeldPasses:
         self._running: _Pass | None = None
         self._hooks = [leader.register_forward_pre_hook(self._arrive) for leader in leaders]
         _share_one_heap()
-        self._executor = ThreadPoolExecutor(len(passes.hidden))
+        self._executor = ThreadPoolExecutor(len(passes.hidden), "block pass")
         runs = zip(passes.hidden, passes.calls, strict=True)
         block, run = passes.block, passes.skeleton.run_block
         self._passes = [_Pass(self._executor, partial(run, block, hidden, call)) for hidden, call in runs]
