@@ -107,7 +107,7 @@ def mx_scale(absmax: torch.Tensor, largest: float, rule: ScaleRule) -> torch.Ten
 
 def power_of_two(scale: torch.Tensor) -> torch.Tensor:
     """Float32 values of E8M0 bytes."""
-    return torch.ldexp(torch.ones_like(scale, dtype=torch.float32), scale.int() - BIAS)
+    return (scale.int() << 23).clamp_(min=1 << 22).view(torch.float32)  # the exponent's bits; byte 0 is subnormal
 
 
 def e8m0(scale: torch.Tensor) -> torch.Tensor:

@@ -90,8 +90,8 @@ def prepare(weight: torch.Tensor | QuantizedTensor, dtype: torch.dtype, device: 
         return BagWeight.repack(weight)
     if device.type == "cpu" and gguf.supports(weight):
         return GGUFWeight.repack(weight)
-    if isinstance(weight.format, FP8 | MXFP8) and codebook.has_nan(weight.parts["codes"]):
-        raise QbenchError("an 8-bit float weight holds NaN or infinite codes; allowed: finite values.")
+    if any(codebook.has_nan(part) for part in weight.parts.values() if part.dtype in codebook.FLOAT8):
+        raise QbenchError("a weight's 8-bit floats hold NaN or infinite values; allowed: finite ones.")
     return QuantizedTensor(weight.format, weight.shape, {k: v.to(device) for k, v in weight.parts.items()})
 
 

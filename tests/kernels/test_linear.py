@@ -174,7 +174,15 @@ def test_all_254_finite_e4m3_bytes_decode_exactly() -> None:
 
 
 def test_nan_codes_are_refused() -> None:
-    weight, _ = weight_and_input(FP8(), 1)
-    weight.parts["codes"].view(torch.uint8)[3, 5] = 0x7F
-    with pytest.raises(QbenchError, match="NaN"):
-        dispatch.prepare(weight, torch.float32, CPU)
+    for format, part in ((FP8(), "codes"), (NVFP4(), "scale")):
+        weight, _ = weight_and_input(format, 1)
+        weight.parts[part].view(torch.uint8)[3, 5] = 0x7F
+        with pytest.raises(QbenchError, match="NaN"):
+            dispatch.prepare(weight, torch.float32, CPU)
+
+
+@pytest.mark.parametrize("rows", [1, 20])
+@pytest.mark.parametrize("format", [NF4(group_size=32), NF4(group_size=40), FP8(), FP8(granularity="block")], ids=str)
+def test_a_few_rows_at_a_time(format: Format, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codebook, "CHUNK", 96 * 10)  # 24 rows: 10, 10 and 4
+    assert_linear_is_exact(*weight_and_input(format, rows))
