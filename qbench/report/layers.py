@@ -31,9 +31,10 @@ def panels(rows: Sequence[Result], styles: dict[str, int]) -> list[Panel]:
     """A first panel with each layer's mean over its modules, then one a module kind, in the model's order.
 
     `rows` of metric `layer_error` with details `layer` (index) and `module` (its kind is what follows the index).
-    `styles` maps the variants to show to their colours.
+    `styles` maps the variants to show to their colours. The head is in no layer and not shown.
     """
     rows = [row for row in rows if row.metric == "layer_error" and row.variant in styles and row.value > 0]
+    rows = [row for row in rows if row.detail["layer"] is not None]
     kinds: dict[str, list[Result]] = {}
     for row in rows:
         kinds.setdefault(row.detail["module"].partition(f".{row.detail['layer']}.")[2], []).append(row)

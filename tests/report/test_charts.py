@@ -83,6 +83,7 @@ def test_layer_panels_average_modules_and_keep_the_models_order() -> None:
             ("layer_error", 0.3, {"layer": 0, "module": "layers.0.b"}),
             ("layer_error", 0.2, {"layer": 1, "module": "layers.1.q"}),
             ("layer_error", 0.0, {"layer": 1, "module": "layers.1.b"}),  # a logarithmic axis cannot show it
+            ("layer_error", 0.5, {"layer": None, "module": "lm_head"}),
         ],
         {},
     )
