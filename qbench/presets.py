@@ -142,7 +142,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     "autoround": {
         "description": "4-bit integers in groups of 128, rounding and ranges learned from the output of each block",
-        "format": _GROUPED_INT4,
+        "format": _GROUPED_INT4 | {"signed_scale": True},
         "solver": {"name": "signround", "iters": 200},
     },
     "awq": {

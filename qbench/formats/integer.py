@@ -5,7 +5,9 @@ Three choices that tools differ in, each a field here:
 - `granularity`: one scale a tensor, an output channel, or a group of `group_size` neighbouring input columns.
 - `symmetric`: the zero point is the middle code. With `full_range` the scale is ``2 * absmax / (2**bits - 1)`` and all
   codes are used (GPTQ, compressed-tensors; Q4_0 stores exactly this); without it the scale is
-  ``absmax / (2**(bits-1) - 1)`` and the lowest code never occurs (classic absmax).
+  ``absmax / (2**(bits-1) - 1)`` and the lowest code never occurs (classic absmax). With `signed_scale` the scale is
+  ``extreme / -2**(bits-1)`` and has a sign: the weight of the largest magnitude becomes the lowest code, of which
+  there is one more on that side (AutoRound; Q4_0 is fitted so).
 - not `symmetric`: the range is widened to hold 0, so that a zero weight stays zero. With a float `zero_point_dtype`
   (HQQ's files) the zero point lies between codes: the range is that of the weights, and zero need not stay zero.
 
@@ -45,6 +47,7 @@ class Integer(Format):
     full_range: bool = True
     scale_dtype: Literal["float16", "float32"] = "float16"
     zero_point_dtype: Literal["uint8", "float16", "float32"] = "uint8"
+    signed_scale: bool = False
 
     def __post_init__(self) -> None:
         if not 2 <= self.bits <= 8:
@@ -56,6 +59,8 @@ class Integer(Format):
             object.__setattr__(self, "group_size", None)
         if self.symmetric:
             object.__setattr__(self, "zero_point_dtype", "uint8")
+        if not (self.symmetric and self.full_range):
+            object.__setattr__(self, "signed_scale", False)
 
     @property
     def max_code(self) -> int:
@@ -85,6 +90,8 @@ class Integer(Format):
         return self.group_size if self.group_size is not None else in_features
 
     def fit(self, columns: torch.Tensor, shared: Params, importance: torch.Tensor | None = None) -> Params:
+        if self.signed_scale:
+            return {"scale": self._stored(self._extreme(columns) / -self.middle)}
         if self.symmetric:
             largest = self.max_code / 2 if self.full_range else self.middle - 1
             return {"scale": self._stored(self._absmax(columns) / largest)}
@@ -135,6 +142,11 @@ class Integer(Format):
         absmax = columns.abs().amax(1, keepdim=True)
         return absmax.amax().expand_as(absmax) if self.granularity == "tensor" else absmax
 
+    def _extreme(self, columns: torch.Tensor) -> torch.Tensor:
+        """The value of the largest magnitude, with its sign."""
+        extreme = columns.gather(1, columns.abs().argmax(1, keepdim=True))
+        return extreme[extreme.abs().argmax()].expand_as(extreme) if self.granularity == "tensor" else extreme
+
     def _range(self, columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         low, high = columns.amin(1, keepdim=True), columns.amax(1, keepdim=True)
         if not self.float_zero_point:
@@ -147,7 +159,7 @@ class Integer(Format):
         """`scale` as it will be read back; a block of zeros, or too small for the dtype, gets 1: all codes zero."""
         rounded = scale.to(getattr(torch, self.scale_dtype)).float()
         if not bool(torch.isfinite(rounded).all()):
-            found = float(scale.max())
+            found = float(scale.abs().max())
             raise QbenchError(
                 f"format int: a scale of {found:.6g} does not fit {self.scale_dtype} (a NaN, infinite or huge weight)."
             )

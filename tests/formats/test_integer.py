@@ -26,6 +26,18 @@ def test_absmax_int8_never_uses_minus_128() -> None:
     assert (codes_of(ABSMAX_INT8, weight) - 128).min() == -127
 
 
+def test_a_signed_scale_gives_the_largest_magnitude_the_lowest_code() -> None:
+    weight = torch.tensor([[8.0, -7.0, 3.0, 0.0], [-8.0, 7.0, -3.0, 0.0]])
+    for granularity in ("channel", "tensor"):
+        format = Integer(bits=4, granularity=granularity, signed_scale=True)  # type: ignore[arg-type]
+        assert torch.equal(format.quantize(weight).dequantize()[0], weight[0])
+    quantized = Integer(bits=4, granularity="channel", signed_scale=True).quantize(weight)
+    assert quantized.parts["scale"].tolist() == [[-1.0], [1.0]]
+    assert codes_of(quantized.format, weight).tolist() == [[0, 15, 5, 8]] * 2  # type: ignore[arg-type]
+    assert not Integer(bits=4, symmetric=False, signed_scale=True).signed_scale
+    assert not Integer(bits=4, full_range=False, signed_scale=True).signed_scale
+
+
 @pytest.mark.trap(17)
 def test_asymmetric_range_is_widened_to_hold_zero() -> None:
     weight = torch.arange(-22.0, -14.0).view(1, -1)

@@ -17,6 +17,7 @@ from qbench.solvers.signround import NO_GAIN, SignRound
 INT4 = Integer(bits=4, group_size=32)
 OTHERS = [
     INT4,
+    Integer(bits=4, group_size=32, signed_scale=True),
     Integer(bits=4, group_size=48, symmetric=False),  # a partial last group
     Integer(bits=3, group_size=64, symmetric=False, zero_point_dtype="float16"),
     Integer(bits=4, granularity="channel", full_range=False),
@@ -34,11 +35,13 @@ def layer(out: int = 24, width: int = 160) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(out, width, generator=generator), inputs.T @ inputs / len(inputs)
 
 
-def test_takes_the_steps_that_autoround_takes() -> None:
-    """Asymmetric integers are the format both have: errors before each step, and the best weight."""
+@pytest.mark.parametrize("kind", ["asym", "sym"])
+def test_takes_the_steps_that_autoround_takes(kind: str) -> None:
+    """Errors before each step, and the best weight."""
     golden = load_file(Path(__file__).parent / "golden" / "signround.safetensors")
-    weight, hessian, expected = golden["weight"], golden["hessian"], golden["errors"].tolist()
-    format = Integer(bits=4, group_size=32, symmetric=False, scale_dtype="float32")
+    weight, hessian, expected = golden[f"{kind}.weight"], golden["hessian"], golden[f"{kind}.errors"].tolist()
+    signed = kind == "sym"
+    format = Integer(bits=4, group_size=32, symmetric=signed, signed_scale=signed, scale_dtype="float32")
     rounding, solver = Rounding(weight, format), SignRound(iters=len(expected), lr=0.02)
     for iteration, error in enumerate(expected):
         difference = rounding.decoded() - weight
@@ -46,7 +49,7 @@ def test_takes_the_steps_that_autoround_takes() -> None:
         assert float((gradient * difference).sum()) == pytest.approx(error, rel=1e-4)
         rounding.step(gradient, solver.lr_at(iteration))
     solved = solver.solve(weight, format, hessian).quantized.dequantize()
-    assert torch.allclose(solved, golden["best"], atol=1e-5)
+    assert torch.allclose(solved, golden[f"{kind}.best"], atol=1e-5)
 
 
 @pytest.mark.parametrize("format", EVERY, ids=str)
