@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 
 from qbench.calibration.data import SELF_GENERATED
+from qbench.compress.held import AT_ONCE as AT_ONCE_HELD
+from qbench.compress.held import HELD_BYTES
 from qbench.formats.size import stored_bytes
 from qbench.models.source import ModelSource, TensorInfo
 from qbench.models.structure import layer_index
@@ -144,8 +146,9 @@ class Estimator:
 
     def _compress_memory(self, schemes: Mapping[str, Scheme], hidden: int) -> int:
         """The largest block twice (as it was and as it is stored), the largest Hessian with its factors, the hidden
-        states of all rows, and one batch's activations. Where rounding is learned, offsets, gradients and what is kept
-        beside the weights, hidden states of the uncompressed model too, and activations for the way back."""
+        states of all rows, one batch's activations, and what passes hold that wait for a linear to be solved. Where
+        rounding is learned, offsets, gradients and what is kept beside the weights, hidden states of the uncompressed
+        model too, and activations for the way back."""
         blocks: dict[int | None, int] = {}
         for name, info in self.source.tensors.items():
             index = layer_index(name)
@@ -159,7 +162,10 @@ class Estimator:
         largest = max(blocks.values(), default=0)
         if any(scheme.solver.blockwise for scheme in schemes.values()):
             return PROCESS_BYTES + 8 * largest + head + hessians + 4 * hidden + 4 * activations
-        return PROCESS_BYTES + 2 * largest + head + hessians + 2 * hidden + activations
+        held = min(HELD_BYTES, self._calibration_tokens() * (AT_ONCE_HELD * self.hidden_size + widest) * FLOAT32)
+        if not any(scheme.uses_statistics for scheme in schemes.values()):
+            held = 0
+        return PROCESS_BYTES + 2 * largest + head + hessians + 2 * hidden + activations + held
 
     def _run_memory(self, weights: int) -> int:
         """Weights, the cache of the longest requests at the highest concurrency, and one batch's logits."""
@@ -173,8 +179,8 @@ class Estimator:
     def _compress_seconds(self, schemes: Mapping[str, Scheme]) -> float:
         solved = [self.shapes[name] for name, scheme in schemes.items() if scheme.solver.uses_hessian]
         tokens = self._calibration_tokens() if solved else min(BATCH_TOKENS, self._calibration_tokens())
-        passes = 2.5 if solved else 1.9  # a block's forward passes: partial ones up to each group of linears, one whole
-        products = tokens * sum(2 * shape[1] ** 2 for shape in self.linears.values()) / 2  # many share their input
+        passes = 1.1 if solved else 1.9  # a block's forward passes: one and a look at its order, or statistics apart
+        products = tokens * sum(2 * shape[1] ** 2 for shape in self.linears.values()) / 3  # half of each; some shared
         forward = 2 * tokens * self.inside * passes + products
         factored = [
             self.shapes[name] for name, s in schemes.items() if s.solver.uses_hessian and not s.solver.blockwise
