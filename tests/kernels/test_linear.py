@@ -16,6 +16,7 @@ from qbench.formats.integer import Integer
 from qbench.formats.mx import MXFP4, MXFP8
 from qbench.formats.nvfp4 import NVFP4
 from qbench.kernels import codebook, dispatch, reference
+from qbench.kernels.cpu import bags
 
 CPU = torch.device("cpu")
 
@@ -121,6 +122,13 @@ def test_columns_in_mixed_groups(bits: int, group_size: int, symmetric: bool, ro
 def test_the_record_says_which_kernel_ran(format: Format, few: str, many: str) -> None:
     assert assert_linear_is_exact(*weight_and_input(format, 1)) == {few: 2}
     assert assert_linear_is_exact(*weight_and_input(format, 64)) == {many: 2}
+
+
+@pytest.mark.parametrize("group_size", [16, 40])
+def test_a_few_columns_at_a_time(group_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bags, "DENSE_CHUNK", 24 * 40)  # 40 columns, or 32: two groups
+    assert_linear_is_exact(*weight_and_input(integer(4, "group", group_size, symmetric=False), 20))
+    assert_linear_is_exact(*weight_and_input(integer(8, "channel", symmetric=False), 20))
 
 
 def test_an_odd_number_of_outputs_cannot_be_packed_by_column_and_takes_the_reference() -> None:

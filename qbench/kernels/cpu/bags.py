@@ -1,36 +1,27 @@
 """Products with 2, 4 and 8-bit integer weights on a processor, float32 activations, no decoded weight in memory.
 
-PyTorch's quantized embedding bag adds up table rows, each times a float32 factor, and decodes rows in registers. With a
-row for each input column, the column's activation as factor and a bag for each group, that is a matrix-vector
-product: the bag sums ``x[i] * (code[o, i] - middle)`` over the group's columns, and the group's scale (and zero point)
-are applied to the sums. Many rows of `x` are multiplied densely instead, with rows decoded by the same operator.
+A bag for each group (see `tables`) sums ``x[i] * (code[o, i] - middle)`` over the group's columns; the group's scale
+and zero point are applied to the sums. Many rows of `x` are multiplied densely, with a few columns decoded at a time.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 
 from qbench.formats.base import QuantizedTensor
-from qbench.formats.bitpack import pack_bits, unpack_bits
+from qbench.formats.bitpack import unpack_bits
 from qbench.formats.integer import Integer
+from qbench.kernels.cpu.tables import DENSE_CHUNK, MAX_BAG_ROWS, TABLE_BITS, bag_sums, bag_table, counted, spans
 
-MAX_BAG_ROWS = 6  # from here on decoding once and multiplying densely is faster
 CHANNEL_SPLITS = 4  # bags of a weight without groups, so that threads share the work
-
-_BAGS = {
-    2: torch.ops.quantized.embedding_bag_2bit_rowwise_offsets,
-    4: torch.ops.quantized.embedding_bag_4bit_rowwise_offsets,
-    8: torch.ops.quantized.embedding_bag_byte_rowwise_offsets,
-}
 
 
 def supports(weight: QuantizedTensor) -> bool:
     return (
         isinstance(weight.format, Integer)
-        and weight.format.bits in _BAGS
+        and weight.format.bits in TABLE_BITS
         and weight.shape[0] * weight.format.bits % 8 == 0
     )
 
@@ -41,7 +32,7 @@ class BagWeight:
 
     shape: tuple[int, int]  # [out, in]
     bits: int
-    rows: torch.Tensor  # uint8 [in, out * bits / 8 + 4 or 8]: codes, then scale 1 and bias -middle; groups in order
+    rows: torch.Tensor  # the `bag_table` of code - middle, groups in order
     scale: torch.Tensor  # [groups, out] as stored; float32 [1, out] or [1, 1] without groups
     zero: torch.Tensor | None  # [groups, out] or [1, 1]: int8 zero point minus middle, or float zero point as stored
     order: torch.Tensor | None  # int32 [in]: the column each row is of, when act-order mixed them
@@ -61,8 +52,7 @@ class BagWeight:
         codes = unpack_bits(parts["codes"], bits, width).T
         if order is not None:
             codes = codes[order]
-        affine = torch.tensor([1, -weight.format.middle], dtype=torch.float32 if bits == 8 else torch.float16)
-        rows = torch.cat((pack_bits(codes.contiguous(), bits), affine.view(torch.uint8).expand(width, -1)), 1)
+        rows = bag_table(codes, bits, 1, -weight.format.middle)
         zero = parts.get("zero_point")
         if zero is not None:
             zero = zero.T.contiguous()
@@ -89,19 +79,20 @@ class BagWeight:
         tensors = (self.rows, self.scale, self.zero, self.order, self.group_of_row, self.bag_starts)
         return sum(t.nbytes for t in tensors if t is not None)
 
-    @property
-    def offset(self) -> torch.Tensor | None:
-        """The zero point minus the middle code, int8 or float32."""
-        if self.zero is None or self.zero.dtype == torch.int8:
-            return self.zero
-        return self.zero.float() - (1 << (self.bits - 1))
-
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """``x @ weight.T + bias``: `x` ``[n, in]``, result ``[n, out]`` in the dtype of `x`."""
-        y = x.float()
+        rows = x.float()
         if self.order is not None:
-            y = y.index_select(1, self.order)
-        y = self._bag_product(y) if self.uses_bags(x) else self._dense_product(y)
+            rows = rows.index_select(1, self.order)
+        scale = self.scale.float()
+        y = self._bag_product(rows, scale) if self.uses_bags(x) else self._dense_product(rows, scale)
+        if self.zero is not None:
+            offset = self.zero.float()  # zero point minus middle code
+            if self.zero.dtype != torch.int8:
+                offset = offset - (1 << (self.bits - 1))
+            y -= self._group_sums(rows) @ (offset if len(scale) == 1 else scale * offset)
+        if len(scale) == 1:
+            y *= scale
         if bias is not None:
             y += bias
         return y.to(x.dtype)
@@ -109,21 +100,28 @@ class BagWeight:
     def uses_bags(self, x: torch.Tensor) -> bool:
         return x.shape[0] <= MAX_BAG_ROWS
 
-    def _bag_product(self, x: torch.Tensor) -> torch.Tensor:
+    def _bag_product(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """Products with ``code - middle``, scaled if there are groups."""
         n, width = x.shape
         starts = self.bag_starts
         if n > 1:
             starts = (starts + torch.arange(0, n * width, width, dtype=torch.int32).unsqueeze(1)).view(-1)
-        sums = self._bags(_columns(width, n), starts, x.reshape(-1)).view(n, -1, self.shape[0])
-        scale, offset = self.scale.float(), self.offset
-        if len(scale) == 1:
-            y = sums.sum(1)
-            if offset is not None:
-                y -= x.sum(1, keepdim=True) * offset
-            return y.mul_(scale)
-        y = sums.mul_(scale).sum(1)
-        if offset is not None:
-            y -= self._group_sums(x) @ (scale * offset)
+        sums = bag_sums(self.rows, self.bits, counted(width, n), starts, x.reshape(-1)).view(n, -1, self.shape[0])
+        return sums.sum(1) if len(scale) == 1 else sums.mul_(scale).sum(1)
+
+    def _dense_product(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """The same for many rows."""
+        (out, width), groups = self.shape, len(scale)
+        y = x.new_zeros(len(x), out)
+        size = width // groups if self.even_groups and groups > 1 else 1
+        for start, stop in spans(width, DENSE_CHUNK // out, size):
+            columns = counted(stop - start)
+            w = bag_sums(self.rows[start:stop], self.bits, columns, columns, None)  # [columns, out]
+            if size > 1:
+                w.view(-1, size, out).mul_(scale[start // size : stop // size].unsqueeze(1))
+            elif groups > 1:
+                w *= scale.index_select(0, self.group_of_row[start:stop])
+            y.addmm_(x[:, start:stop], w)
         return y
 
     def _group_sums(self, x: torch.Tensor) -> torch.Tensor:
@@ -131,33 +129,3 @@ class BagWeight:
         if self.even_groups:
             return x.view(n, groups, -1).sum(2)
         return x.new_zeros(n, groups).index_add_(1, self.group_of_row, x)
-
-    def _bags(self, columns: torch.Tensor, starts: torch.Tensor, factors: torch.Tensor | None) -> torch.Tensor:
-        """Float32 sums ``[bags, out]`` of decoded rows, each times its factor; a bag goes up to the next start."""
-        sums: torch.Tensor = _BAGS[self.bits](self.rows, columns, starts, False, 0, False, factors, None, False)
-        return sums
-
-    def _dense_product(self, x: torch.Tensor) -> torch.Tensor:
-        columns = _columns(self.shape[1], 1)
-        w = self._bags(columns, columns, None)  # code - middle, [in, out]
-        scale, offset = self.scale.float(), self.offset
-        groups, width = len(scale), self.shape[1]
-        if groups == 1:
-            if offset is not None:
-                w -= offset
-            return (x @ w).mul_(scale)
-        if self.even_groups:
-            grouped = w.view(groups, width // groups, -1)
-            if offset is not None:
-                grouped -= offset.unsqueeze(1)
-            grouped *= scale.unsqueeze(1)
-        else:
-            if offset is not None:
-                w -= offset.index_select(0, self.group_of_row)
-            w *= scale.index_select(0, self.group_of_row)
-        return x @ w
-
-
-@lru_cache(maxsize=256)
-def _columns(width: int, repeats: int) -> torch.Tensor:
-    return torch.arange(width, dtype=torch.int32).repeat(repeats)

@@ -18,10 +18,8 @@ from qbench.formats.base import QuantizedTensor
 from qbench.formats.gguf_blocks import GGUFBlocks
 from qbench.formats.gguf_bytes import pack_planes
 from qbench.formats.kquants import KQuant
-from qbench.kernels.cpu.tables import bag_sums, bag_table, counted, even_starts, spans
+from qbench.kernels.cpu.tables import DENSE_CHUNK, MAX_BAG_ROWS, bag_sums, bag_table, counted, even_starts, spans
 
-MAX_BAG_ROWS = 6  # from here on decoding once and multiplying densely is faster
-DENSE_CHUNK = 1 << 17  # weights decoded at a time: their float32 values stay in the processor's cache
 UPPER_CHUNK = 1 << 20  # weights whose upper bits are made a table at a time
 Table = tuple[int, torch.Tensor]  # bits, and what `bag_table` made
 _SPLIT = {8: (8,), 6: (2, 4), 5: (4, 1), 4: (4,), 3: (2, 1), 2: (2,)}  # lowest bits first; 1 is not a table

@@ -18,6 +18,8 @@ _BAGS = {
     8: torch.ops.quantized.embedding_bag_byte_rowwise_offsets,
 }
 TABLE_BITS = tuple(_BAGS)
+MAX_BAG_ROWS = 6  # rows of `x`; from here on decoding once and multiplying densely is faster
+DENSE_CHUNK = 1 << 17  # weights decoded at a time: their float32 values stay in the processor's cache
 
 
 def bag_table(codes: torch.Tensor, bits: int, factor: float, offset: float) -> torch.Tensor:
