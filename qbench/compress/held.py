@@ -5,7 +5,8 @@ would take several times as long; here every batch has a pass of its own that wa
 on from there with the new weights. A pass waits in a thread, which is what Python has to stop a call in its middle;
 only one runs at a time. What the waiting passes hold (a few tensors a batch) is the price, so it is limited.
 
-The GNU C library would give every thread a heap of its own, and what a pass frees there would not serve the others.
+The GNU C library would give every thread a heap of its own, and what a pass frees there would not serve the others; and
+it would keep freed activations in the heap, between what stays. So there is one heap, and large tensors are outside it.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ HELD_BYTES = 4 << 30  # of activations in waiting passes, at most
 HELD_PASSES = 64  # threads, at most
 FLOAT_BYTES = 4
 M_ARENA_MAX = -8  # mallopt's parameter: how many heaps there may be
+M_MMAP_THRESHOLD = -3  # mallopt's parameter: from how many bytes on memory is taken from the system and given back
+LARGE_BYTES = 4 << 20
 AT_ONCE = 3  # tensors as wide as the hidden states that a waiting pass holds besides the linear's input
 
 
@@ -99,7 +102,9 @@ class HeldPasses:
 @cache
 def _share_one_heap() -> None:
     if platform.libc_ver()[0] == "glibc":
-        ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(M_ARENA_MAX, 1)
+        mallopt(M_MMAP_THRESHOLD, LARGE_BYTES)
 
 
 class _Pass:
