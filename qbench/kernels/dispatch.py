@@ -5,7 +5,7 @@
 | dense | any | `dense_<dtype>` |
 | int 2, 4, 8 bit | processor | `int<bits>_bag_f32` for few rows, `int<bits>_dequant_f32` for many (see `cpu.bags`) |
 | NF4, FP4, MXFP4, NVFP4 | any | `<format>_dequant_<dtype>` |
-| FP8, MXFP8 | any | `<format>_dequant_f32` |
+| FP8, MXFP8 | any | `<format>_dequant_<dtype>`; float32 whatever the dtype where a row has one scale |
 | GGUF block types | processor | `<format>_bag_f32` for few rows, `<format>_dequant_f32` for many (see `cpu.gguf`) |
 | anything else | any | `reference` |
 
@@ -53,7 +53,7 @@ class RoundedInput:
 
     @property
     def nbytes(self) -> int:
-        return self.weight.nbytes + (0 if self.input_scale is None else self.input_scale.nbytes)
+        return self.weight.nbytes + sum(part.nbytes for part in (self.input_scale, self.smoothing) if part is not None)
 
 
 Weight = DirectWeight | RoundedInput
@@ -120,7 +120,9 @@ def linear(
         name = f"{weight.format.name}_dequant_{_SHORT[x.dtype]}"
         y = codebook.fourbit_linear(x, weight, bias)
     elif isinstance(weight.format, FP8 | MXFP8):
-        name = f"{weight.format.name}_dequant_f32"
+        width = weight.shape[1]
+        in_float32 = weight.format.block_size(width) >= width  # see `codebook.float8_linear`
+        name = f"{weight.format.name}_dequant_{'f32' if in_float32 else _SHORT[x.dtype]}"
         y = codebook.float8_linear(x, weight, bias)
     else:
         name = "reference"
