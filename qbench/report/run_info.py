@@ -93,20 +93,24 @@ class RunInfo(BaseModel):
         if variant == REFERENCE:
             return "as it came" if self.off_grid_of is None else "channels permuted"
         said = self.recipe["variants"][variant]
+        calibration = [
+            f"calibration {key.replace('_', ' ')} {value}" for key, value in (said.get("calibration") or {}).items()
+        ]
         if peer := dict(said.get("with", {})):
             method = f"{peer.pop('method')} by {peer.pop('library')}"
             options = [f"{key.replace('_', ' ')} {value}" for key, value in peer.items() if key != "python"]
-            return ", ".join([method, *options])
+            return ", ".join([method, *options, *calibration])
         preset = said.get("preset")
         fields = [
             f"{key.replace('_', ' ')} {value}"
-            for axis in ("transform", "format", "solver", "activation")
+            for axis in ("transform", "prune", "format", "solver", "activation")
             for key, value in said.get(axis, {}).items()
             if (key, value) != ("name", preset)
         ]
         fields += _kv_cache(said.get("kv_cache") or {})
         fields += ["rotated"] * bool(said.get("rotate"))
         fields += [f"{len(said[key])} {key}" for key in ("rules", "ignore") if said.get(key)]
+        fields += calibration
         if preset in PRESETS and not fields:
             return str(PRESETS[preset]["description"]).partition(":")[0]
         return ", ".join([preset] * bool(preset) + fields)
