@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -74,10 +73,3 @@ def tensor_bytes(*tensors: torch.Tensor) -> int:
 def code_bytes(weight: torch.Tensor, bits: int) -> int:
     """Bytes of one code of `bits` for each value of a weight."""
     return -(-weight.numel() * bits // 8)
-
-
-def new_folder(work: Work, name: str) -> Path:
-    """A scratch folder beside the model, removed with it."""
-    folder = Path(work.model).with_name(name)
-    folder.mkdir(exist_ok=True)
-    return folder
