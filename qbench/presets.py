@@ -1,5 +1,5 @@
-"""Named starting points. A preset is plain data: a format, a solver, perhaps a transform or pruning; a recipe may
-override any field of them."""
+"""Named starting points. A preset is plain data: a format, a solver, perhaps a transform, pruning or an activation
+format; a recipe may override any field of them."""
 
 from __future__ import annotations
 

@@ -22,8 +22,8 @@ BITS_FOR_WIDTH = 4096  # input columns of the layer for which bits per weight ar
 def command(as_json: Json = False) -> None:
     """Lists presets, formats, solvers, transforms, ways of pruning, activation and KV-cache formats and export layouts.
 
-    A preset is a format, a solver and perhaps a transform and an activation format, with every field filled in; a
-    recipe may change any of them.
+    A preset is a format, a solver and perhaps a transform, pruning and an activation format, with every field filled
+    in; a recipe may change any of them.
 
     Examples:
 
@@ -51,7 +51,7 @@ def command(as_json: Json = False) -> None:
 
 
 def known_methods() -> dict[str, dict[str, Any]]:
-    """Presets, formats, solvers, transforms and layouts by name, as plain values."""
+    """All that a recipe can name, by kind and name, as plain values."""
     from qbench.formats.activation import ACTIVATIONS
     from qbench.formats.base import FORMATS, format_from_dict
     from qbench.formats.kv_cache import KV_FORMATS

@@ -15,7 +15,8 @@ BATCH_ROWS = 8  # the library's own default
 
 
 def quantize(work: Work) -> nn.Module:
-    """The model whose linears hold rounded weights, with their scales beside them."""
+    """The model whose linears hold rounded weights, with their scales beside them. The library leaves out every row
+    that is shorter than the longest."""
     options = dict(work.options)
     scheme = {"bits": options.pop("bits"), "group_size": options.pop("group_size"), "sym": options.pop("sym")}
     scheme |= {"data_type": "int", "act_bits": 16}
