@@ -38,7 +38,7 @@ def test_rounded_values_are_compressed_tensors(activation: ActivationFormat, sch
     x = judge["x"]
     ours, theirs = activation.round(x, scale_for(activation, x)), judge[scheme]
     same = torch.isclose(ours, theirs, rtol=2e-7, atol=0)
-    assert same.float().mean() > (0.99 if scheme == "nvfp4" else 0.99999)
+    assert same.float().mean() > (0.998 if scheme == "nvfp4" else 0.99999)
     torch.testing.assert_close((ours - x).abs()[~same], (theirs - x).abs()[~same], rtol=1e-5, atol=0)
 
 

@@ -3,7 +3,7 @@
     pip install torch==2.13.0 transformers==5.17.0 compressed-tensors==0.19.0 bitsandbytes==0.50.2
     python tests/formats/golden/make_activations.py
 
-``x`` is ``[9, 256]``: columns with outliers, a token of zeros, ties. ``<scheme>`` is ``x`` rounded by
+``x`` is ``[9, 256]``: columns with outliers, a token of zeros. ``<scheme>`` is ``x`` rounded by
 compressed-tensors' ``fake_quantize`` with scales found on the fly (NVFP4: under a static tensor scale).
 ``llm-int8.*`` are bitsandbytes' codes, row statistics and outlier columns of ``x`` and of a weight, and its product.
 """
@@ -36,7 +36,7 @@ def inputs() -> torch.Tensor:
     x[:, 17] *= 40
     x[3, 200] = -70.0
     x[5] = 0
-    x[6] = (torch.arange(256) % 127 - 63.5) / 16  # ties
+    x[6] = (torch.arange(256) % 127 - 63.5) / 17
     return x
 
 
