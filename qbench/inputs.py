@@ -6,6 +6,7 @@ import hashlib
 import json
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qbench.calibration.data import SELF_GENERATED, TextData, load_data
@@ -13,6 +14,7 @@ from qbench.calibration.rows import token_rows, token_stream
 from qbench.models.source import ModelSource, open_model
 from qbench.recipe import Model, Recipe
 from qbench.recipe_data import Calibration, Rows
+from qbench.resources import sha256_file
 
 if TYPE_CHECKING:
     from qbench.evaluate.windows import Window
@@ -46,6 +48,8 @@ class CalibrationRows:
         if wanted.data == SELF_GENERATED:
             found |= {f"sampling_{key}": value for key, value in wanted.sampling.model_dump().items()}
         found |= {"packing": wanted.packing, "seq_len": wanted.seq_len, "imatrix": wanted.imatrix}
+        if wanted.imatrix is not None:
+            found["imatrix_sha256"] = sha256_file(Path(wanted.imatrix))
         return {key: value for key, value in found.items() if value is not None} | {
             "rows": len(self.token_ids),
             "tokens": self.tokens,

@@ -75,10 +75,15 @@ class PeerStages(Stages):
             ("compress_seconds", facts["seconds"], {}),
             ("compress_peak_bytes", facts["peak_memory_bytes"], {}),
             ("bits_per_weight", bits_per_weight(facts, self.inputs.source), {}),
-            ("calibration_tokens", sum(map(len, rows)), {}),
+            ("calibration_tokens", self._tokens(rows), {}),
         ]
         results = make_results(self.name, measured, {**self.provenance, **self.calibration.provenance()})
         write_stage(self.folder / "compress.json", self.model_key, results, facts=facts)
+
+    def _tokens(self, rows: list[list[int]]) -> int:
+        """How many calibration tokens the library used."""
+        longest = max(map(len, rows))
+        return sum(len(row) for row in rows if len(row) == longest or not self.choice.library.longest_rows_only)
 
     def rows(self) -> list[Result]:
         """As known, each with who made the variant."""

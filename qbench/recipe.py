@@ -316,7 +316,7 @@ class Recipe(Section):
 
     name: Name = Field(description="Also the output folder's name. Without it: the file's name.")
     extends: str | None = Field(default=None, description="Another recipe, relative to this file, to start from.")
-    seed: int = Field(default=0, strict=True, ge=0, lt=2**63, description="Of everything that draws.")
+    seed: int = Field(default=0, strict=True, ge=0, lt=2**63, description="Of all that draws, solvers excepted.")
     model: Model
     calibration: Calibration = Calibration()
     variants: dict[VariantName, Variant] = Field(

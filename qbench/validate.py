@@ -25,7 +25,7 @@ from qbench.runtime.placement import choose_device
 from qbench.scheme import Scheme
 from qbench.solvers.base import zero_refusal
 from qbench.transforms.hadamard import Rotated
-from qbench.validate_data import check_importance, check_rows
+from qbench.validate_data import check_importance, check_rows, seen_before
 
 GIB = 2**30
 
@@ -104,6 +104,7 @@ def check(
     """
     wrong, warnings = _check_model(recipe, source)
     wrong += check_rows(recipe, source, recipe.chosen(only))
+    warnings += seen_before(recipe, recipe.chosen(only))
     schemes: dict[str, dict[str, Scheme]] = {}
     for name in recipe.chosen(only):
         variant = recipe.variants[name]

@@ -29,6 +29,22 @@ def check_rows(recipe: Recipe, source: ModelSource, variants: Iterable[str]) -> 
     return wrong
 
 
+def seen_before(recipe: Recipe, variants: Iterable[str]) -> list[str]:
+    """Warnings of variants that are calibrated on the text they are measured on."""
+    if recipe.evaluate is None:
+        return []
+    held_out = (recipe.evaluate.data, recipe.evaluate.split)
+    found = []
+    for name in variants:
+        rows = recipe.calibration_of(name)
+        if (rows.data, rows.split) == held_out:
+            found.append(
+                f"variants.{name}: calibrated on the text it is measured on ({rows.data}); its quality will look "
+                "better than it is."
+            )
+    return found
+
+
 def check_section(name: str, rows: Rows, source: ModelSource) -> list[str]:
     """What is wrong with one section's data on this model."""
     wrong = []
@@ -64,6 +80,9 @@ def check_importance(
         return [f"{where}: {error}"], []
     if recipe.variants[name].rotate or any(schemes[module].transform is not None for module in weighing):
         return [f"{where} is of the model's own inputs; the variant changes them (rotate, transform)."], []
+    if imatrix.revision is None and recipe.model.off_grid:
+        return [f"{where}: {path} does not say which model it is of, and model.off_grid reorders the inputs. "
+                "Allowed: a file of `qbench imatrix --off-grid`, or off_grid: false."], []  # fmt: skip
     if imatrix.revision not in (None, source.revision):
         return [f"{where}: {path} was collected from another model ({imatrix.revision}, not {source.revision})."], []
     missing = [module for module in weighing if (entry := imatrix.entry(module)) is None or entry.tokens == 0]

@@ -130,6 +130,7 @@ def test_a_file_of_unknown_origin_must_have_the_right_sizes(tiny_llama: Path, te
     warnings = plan_for(tmp_path, tiny_llama, weighed(imatrix)).warnings
     assert warnings == ["variants.x: calibration.imatrix: no token of 1 modules (model.layers.0.self_attn.q_proj, ...);"
                         " they are rounded without it."]  # fmt: skip
+    assert "does not say which model it is of" in refusal(tmp_path, tiny_llama, weighed(imatrix), "model.off_grid=true")
     found.entries[DOWN].total = found.entries[DOWN].total[:64]
     found.save(imatrix)
     assert f"has 64 inputs for {DOWN}; it has 128." in refusal(tmp_path, tiny_llama, weighed(imatrix))

@@ -32,9 +32,11 @@ TEXT = "A line of text to calibrate on.\n" * 50
 def recipe_for(folder: Path, model: Path, variants: dict[str, Any], *overrides: str) -> Recipe:
     text = folder / "text.txt"
     text.write_text(TEXT)
+    (folder / "held-out.txt").write_text(TEXT)
     rows = {"data": str(text), "rows": 4, "seq_len": 32}
+    held_out = rows | {"data": str(folder / "held-out.txt")}
     benchmark = {"prompt_tokens": 16, "output_tokens": 4}
-    content = {"model": {"source": str(model)}, "calibration": rows, "evaluate": rows, "benchmark": benchmark}
+    content = {"model": {"source": str(model)}, "calibration": rows, "evaluate": held_out, "benchmark": benchmark}
     file = folder / "recipe.yaml"
     file.write_text(yaml.safe_dump({**content, "variants": variants}))
     return load_recipe(file, overrides)
@@ -99,6 +101,22 @@ def test_a_rule_that_matches_no_module_is_refused_with_the_nearest(tmp_path: Pat
 def test_an_ignore_that_matches_no_module_is_warned_about(tmp_path: Path, tiny_llama: Path) -> None:
     plan = plan_for(tmp_path, tiny_llama, {"x": {"preset": "nf4", "ignore": ["layers.1", "layers.10"]}})
     assert plan.warnings == ["variants.x.ignore[1]: 'layers.10' matches no module and has no effect."]
+
+
+def test_calibrating_on_what_is_measured_is_warned_about(tmp_path: Path, tiny_llama: Path) -> None:
+    same = {"data": str(tmp_path / "held-out.txt")}
+    plan = plan_for(tmp_path, tiny_llama, {"x": {"preset": "nf4"}, "y": {"preset": "nf4", "calibration": same}})
+    assert [warning.partition(" (")[0] for warning in plan.warnings] == [
+        "variants.y: calibrated on the text it is measured on"
+    ]
+
+
+def test_importance_that_decides_nothing_is_refused(tmp_path: Path, tiny_llama: Path) -> None:
+    weighed = {"preset": "fp8", "solver": {"importance": True}}
+    with pytest.raises(QbenchError, match="importance changes nothing where no range is searched"):
+        plan_for(tmp_path, tiny_llama, {"x": weighed})
+    searched = {"preset": "rtn", "format": {"group_size": 32}, "solver": {"importance": True, "search": "mse"}}
+    assert plan_for(tmp_path, tiny_llama, {"x": searched}).warnings == []
 
 
 def test_ignoring_everything_is_refused(tmp_path: Path, tiny_llama: Path) -> None:

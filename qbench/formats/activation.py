@@ -12,7 +12,6 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from qbench.errors import QbenchError
-from qbench.formats.base import Format, Params, runs_of_blocks
 from qbench.registry import Registry
 
 if TYPE_CHECKING:
@@ -45,23 +44,6 @@ class ActivationFormat(ABC):
     def to_dict(self) -> dict[str, Any]:
         """Plain values for YAML and JSON: ``{"name": ..., **fields}``."""
         return {"name": self.name, **asdict(self)}  # type: ignore[call-overload]
-
-
-def round_rows(x: torch.Tensor, format: Format, shared: Params | None = None) -> torch.Tensor:
-    """`x` ``[tokens, in]`` rounded as the rows of a weight in `format` would be, in the dtype of `x`.
-
-    `shared` stands for what `format` would find in all rows together.
-    """
-    rows, width = x.shape
-    rounded = []
-    for start, stop in runs_of_blocks(width, format.block_size(width)):
-        n = min(format.block_size(width), stop - start)
-        part = x[:, start:stop].float().reshape(-1, n)
-        params = format.spread(format.fit(part, shared or {}), 0, n)
-        rounded.append(format.decode(format.encode(part, params), params).reshape(rows, stop - start))
-    import torch
-
-    return torch.cat(rounded, 1).to(x.dtype)
 
 
 ACTIVATIONS = Registry(

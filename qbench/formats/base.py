@@ -42,6 +42,11 @@ class Format(ABC):
         return None
 
     @property
+    def weighs_importance(self) -> bool:
+        """Whether `fit` searches, so that the importance of columns decides something."""
+        return False
+
+    @property
     def rows_share(self) -> bool:
         """Whether output rows share parameters, so that they cannot be found row by row."""
         return False

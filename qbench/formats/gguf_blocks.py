@@ -41,6 +41,7 @@ class GGUFBlocks(Format):
     bits: ClassVar[int]  # of a code
     columns: ClassVar[int] = BLOCK
     nbytes: ClassVar[int]
+    weighs_importance: ClassVar[bool] = True  # type: ignore[misc]
     any_order: ClassVar[bool] = False
 
     def for_width(self, in_features: int) -> Format | None:

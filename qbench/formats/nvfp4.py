@@ -41,6 +41,10 @@ class NVFP4(FourBit):
 
     four_over_six: bool = False
 
+    @property
+    def weighs_importance(self) -> bool:
+        return self.four_over_six
+
     def block_size(self, in_features: int) -> int:
         return BLOCK
 

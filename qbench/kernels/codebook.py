@@ -82,8 +82,10 @@ def float8_linear(x: torch.Tensor, weight: QuantizedTensor, bias: torch.Tensor |
         y = _product(x, weight, _float8_rows(weight))
     else:
         codes, params = weight.format.unpack(weight.parts, weight.shape)
-        y = _product(x.float(), weight, lambda start, stop: _widened(codes[start:stop]))
-        y = y.mul_(params["scale"].T * _factor(codes)).to(x.dtype)
+        # a processor multiplies float32 fastest; an accelerator the model's own dtype, which holds these values exactly
+        values = x.float() if x.device.type == "cpu" else x
+        y = _product(values, weight, lambda start, stop: _widened(codes[start:stop]))
+        y = (y.float() * (params["scale"].T * _factor(codes))).to(x.dtype)
     return y if bias is None else y.add_(bias)
 
 

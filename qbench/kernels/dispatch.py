@@ -121,7 +121,7 @@ def linear(
         y = codebook.fourbit_linear(x, weight, bias)
     elif isinstance(weight.format, FP8 | MXFP8):
         width = weight.shape[1]
-        in_float32 = weight.format.block_size(width) >= width  # see `codebook.float8_linear`
+        in_float32 = x.device.type == "cpu" and weight.format.block_size(width) >= width  # see `codebook.float8_linear`
         name = f"{weight.format.name}_dequant_{'f32' if in_float32 else _SHORT[x.dtype]}"
         y = codebook.float8_linear(x, weight, bias)
     else:

@@ -149,6 +149,7 @@ class Library:
     methods: Registry
     default: str
     install: str = "pip install 'qbench-workbench[peers]'"
+    longest_rows_only: bool = False  # rows shorter than the longest are left out of calibration
 
     PATH: ClassVar[str] = "qbench.peers.methods"
 
@@ -188,7 +189,9 @@ MODELOPT = _library(
         "nvfp4_weight_only": "ModelOptPlain",
     },
 )
-AUTO_ROUND = _library("auto-round", "auto-round", {"signround": "AutoRoundSignRound", "rtn": "AutoRoundRTN"})
+AUTO_ROUND = _library(
+    "auto-round", "auto-round", {"signround": "AutoRoundSignRound", "rtn": "AutoRoundRTN"}, longest_rows_only=True
+)
 BITSANDBYTES = _library(
     "bitsandbytes",
     "bitsandbytes",

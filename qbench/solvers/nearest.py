@@ -32,6 +32,9 @@ class Nearest(Solver):
         return self.importance
 
     def refusal(self, format: Format) -> str | None:
+        if self.importance and self.search == "minmax" and not format.weighs_importance:
+            return f"importance changes nothing where no range is searched, as in {format}; allowed: search: mse, " \
+                   "or GGUF's block types."  # fmt: skip
         return search.refusal(self.search, format)
 
     def solve(

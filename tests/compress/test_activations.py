@@ -71,13 +71,15 @@ def test_the_runtime_computes_what_transformers_does_with_rounded_inputs(
                 return activation.round(args[0].flatten(0, -2), scale).view_as(args[0])
 
             module.register_forward_pre_hook(rounded)
-    ids = token_rows(1, 40, seed=3)[0]
-    with torch.inference_mode():
-        expected = judge(torch.tensor([ids])).logits[0]
-        llm = LLM(model, dtype="float32", device="cpu", max_model_len=64)
-        ours = llm.engine.logits(next(llm.engine.encode([ids])))
-    error = float((ours - expected).norm() / expected.norm())
-    assert error < (2e-2 if activation.name == "nvfp4" else 5e-3), error  # a value at a tie may round either way
+    llm = LLM(model, dtype="float32", device="cpu", max_model_len=64)
+    errors = []
+    for ids in token_rows(7, 40, seed=3):
+        with torch.inference_mode():
+            expected = judge(torch.tensor([ids])).logits[0]
+            ours = llm.engine.logits(next(llm.engine.encode([ids])))
+        errors.append(float((ours - expected).norm() / expected.norm()))
+    assert sorted(errors)[3] < 1e-4, errors  # in some rows one value lies so near a tie that the two round it apart
+    assert max(errors) < 0.2, errors
     assert all(activation.name in kernel or "dense" in kernel for kernel in llm.runner.kernels)
 
 

@@ -1,5 +1,7 @@
 """Rounded inputs: judged by compressed-tensors and bitsandbytes (see golden/make_activations.py) and by float64."""
 
+from typing import Literal
+
 import pytest
 import torch
 
@@ -7,10 +9,15 @@ from qbench.errors import QbenchError
 from qbench.formats.activation import ACTIVATIONS, ActivationFormat, activation_from_dict
 from qbench.formats.activation_float import FP8Inputs, MXFP8Inputs, NVFP4Inputs
 from qbench.formats.activation_int8 import Int8, LLMInt8
-from qbench.formats.base import QuantizedTensor
+from qbench.formats.base import Format, QuantizedTensor
 from qbench.formats.bitpack import unpack_bits
+from qbench.formats.float8 import FP8, float8_codes
 from qbench.formats.integer import Integer
+from qbench.formats.minifloat import ELEMENTS
+from qbench.formats.mx import MXFP8
+from qbench.formats.nvfp4 import NVFP4
 from qbench.kernels.dispatch import linear, prepare
+from tests.formats.golden.weights import random_weight
 from tests.formats.judged import golden
 
 ALL = [activation_from_dict({"name": name}) for name in ACTIVATIONS.names()]
@@ -94,6 +101,33 @@ def test_integer_products_are_exact(activation: ActivationFormat, granularity: s
     weight = prepare(QuantizedTensor(format, (24, 96), parts, activation), torch.float32, torch.device("cpu"))
     exact = activation.round(x, parts.get("input_scale")).double() @ quantized.dequantize().double().T + bias
     torch.testing.assert_close(linear(x, weight, bias).double(), exact, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("width", [256, 80])
+@pytest.mark.parametrize(
+    ("activation", "format"),
+    [
+        (FP8Inputs("token"), FP8("channel")),
+        (FP8Inputs("token", "e5m2"), FP8("channel", "e5m2")),
+        (FP8Inputs("group"), FP8("group")),
+        (MXFP8Inputs(), MXFP8()),
+        (MXFP8Inputs("e5m2", "ceil"), MXFP8("e5m2", "ceil")),
+        (NVFP4Inputs(), NVFP4()),
+    ],
+    ids=str,
+)
+def test_a_row_becomes_what_a_row_of_a_weight_does(activation: ActivationFormat, format: Format, width: int) -> None:
+    x = random_weight(64, width, 9).float() * torch.logspace(-6, 4, 64).unsqueeze(1)
+    scale = scale_for(activation, x)
+    shared = None if scale is None else {"scale_2": scale}
+    assert torch.equal(activation.round(x, scale), format.quantize(x, shared=shared).dequantize())
+
+
+@pytest.mark.parametrize("kind", ["e4m3", "e5m2"])
+def test_small_floats_are_those_of_the_cast(kind: Literal["e4m3", "e5m2"]) -> None:
+    every = torch.arange(-(2**31), 2**31, 2**11 + 1, dtype=torch.int64).to(torch.int32).view(torch.float32)
+    every = every[every.isfinite()]
+    assert torch.equal(ELEMENTS[kind].round(every), float8_codes(every, kind).float())
 
 
 @pytest.mark.parametrize("activation", ALL + STATIC, ids=str)
