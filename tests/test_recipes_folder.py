@@ -48,7 +48,10 @@ def test_every_preset_has_a_recipe_of_its_name() -> None:
 
 def test_the_quickstart_holds_what_the_demo_shows() -> None:
     recipe = load_recipe(FOLDER / "quickstart.yaml")
-    assert list(recipe.variants) == ["absmax-int8", "zeropoint-int8", "fp8", "nf4", "rtn-int4-g32", "gptq-int4-g32"]
+    assert list(recipe.variants) == [
+        *("absmax-int8", "zeropoint-int8", "fp8", "nvfp4", "nf4"),
+        *("rtn-int4-g32", "hqq-int4-g64", "awq-int4-g32", "gptq-int4-g32", "q4_k_m"),
+    ]
     assert [export.layout for export in recipe.variants["gptq-int4-g32"].export] == LAYOUTS.names()[::-1]
     assert recipe.model.off_grid
     assert recipe.benchmark is not None

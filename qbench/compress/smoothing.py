@@ -23,7 +23,7 @@ from qbench.transforms.base import Limits, Readers, Transform
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments of a module
 
-SEARCH_TOKENS = 1024  # on which candidates are compared; whole rows, at least one
+SEARCH_TOKENS = 512  # on which candidates are compared; whole rows, at least one
 UNREACHED = "no calibration token reached it"
 
 
