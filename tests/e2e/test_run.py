@@ -27,13 +27,15 @@ def recipe(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Path:
     folder = tmp_path_factory.mktemp("recipe")
     text = folder / "text.txt"
     text.write_text("It was the best of times, it was the worst of times, it was the age of wisdom. " * 40)
+    held_out = folder / "held-out.txt"
+    held_out.write_text(text.read_text())
     rows = {"data": str(text), "rows": 4, "seq_len": 48}
     exports = [{"layout": "gptq"}, {"layout": "gguf"}, {"layout": "gguf", "type": "f16"}]
     content = {
         "name": "small",
         "model": {"source": str(tiny_llama)},
         "calibration": rows,
-        "evaluate": rows,
+        "evaluate": rows | {"data": str(held_out)},
         "benchmark": {"prompt_tokens": 8, "output_tokens": 4, "requests": 3, "concurrency": [1, 2]},
         "variants": {
             "int8": {"preset": "absmax-int8"},
