@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from qbench.errors import QbenchError, file_message
-from qbench.formats.base import QuantizedTensor
 from qbench.recipe import Recipe
 from qbench.resources import written_whole
 
@@ -169,9 +168,8 @@ def _quality(job: MeasureJob, llm: LLM, cut: list[tuple[list[int], int]]) -> lis
 def _head(llm: LLM) -> torch.Tensor:
     """The model's output weight ``[vocab, hidden]``; the embedding when they are tied."""
     source = llm.source
-    tensor = source.load("lm_head.weight" if "lm_head.weight" in source.tensors else "model.embed_tokens.weight")
-    dense = tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor
-    return dense.to(llm.device, llm.dtype)
+    name = "lm_head.weight" if "lm_head.weight" in source.tensors else "model.embed_tokens.weight"
+    return source.load_dense(name).to(llm.device, llm.dtype)
 
 
 def _end_with_parent() -> None:

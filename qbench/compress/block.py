@@ -19,7 +19,6 @@ from qbench.compress.solve import LayerReport, Target, prepared, solve
 from qbench.compress.trace import Trace, trace, with_siblings
 from qbench.errors import QbenchError
 from qbench.formats.base import QuantizedTensor
-from qbench.models.source import ModelSource
 from qbench.scheme import Scheme
 from qbench.solvers.rounding import Rounding
 from qbench.solvers.signround import SignRound
@@ -178,17 +177,11 @@ class BlockCompression:
 
     def _dense(self, name: str, smoothed: Smoothed) -> torch.Tensor:
         """A parameter as it is stored: the source's own, or float32 vectors and matrices of its dtype if changed."""
-        tensor = plain(self.skeleton.source, f"{self.prefix}.{name}")
+        tensor = self.skeleton.source.load_dense(f"{self.prefix}.{name}")
         if name not in smoothed.changed:
             return tensor
         changed = self.block.get_parameter(name).data
         return changed if changed.ndim == 1 else changed.to(tensor.dtype)
-
-
-def plain(source: ModelSource, name: str) -> torch.Tensor:
-    """A tensor of `source`, decoded if it is quantized."""
-    tensor = source.load(name)
-    return tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor
 
 
 def _linear(block: nn.Module, local: str, name: str) -> nn.Linear:

@@ -19,7 +19,7 @@ from torch import nn
 from qbench.calibration.batches import token_batches
 from qbench.calibration.hessian import InputStatistics
 from qbench.compress.activations import Activations
-from qbench.compress.block import BlockCompression, plain
+from qbench.compress.block import BlockCompression
 from qbench.compress.kv_cache import round_keys_and_values
 from qbench.compress.passes import Passes
 from qbench.compress.progress_state import ProgressState
@@ -118,7 +118,7 @@ def _outside_blocks(
     source = skeleton.source
     blocks = skeleton.block_prefix + "."
     tensors: dict[str, torch.Tensor | QuantizedTensor] = {
-        name: plain(source, name) for name in source.tensors if not name.startswith(blocks)
+        name: source.load_dense(name) for name in source.tensors if not name.startswith(blocks)
     }
     reports = []
     for name, scheme in schemes.items():

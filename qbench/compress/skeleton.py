@@ -12,7 +12,6 @@ from torch import nn
 
 from qbench.compress.experts import split_experts
 from qbench.errors import QbenchError
-from qbench.formats.base import QuantizedTensor
 from qbench.models.source import ModelSource
 
 
@@ -71,10 +70,7 @@ class Skeleton:
         """A source tensor in float32 on the device; a quantized one is dequantized."""
         if name not in self.source.tensors:
             raise QbenchError(f"{self.source.location}: tensor {name} is missing.")
-        tensor = self.source.load(name)
-        if isinstance(tensor, QuantizedTensor):
-            tensor = tensor.dequantize()
-        return tensor.to(self.device, torch.float32)
+        return self.source.load_dense(name).to(self.device, torch.float32)
 
     @contextmanager
     def filled(self, module_name: str) -> Iterator[nn.Module]:

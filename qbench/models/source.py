@@ -54,6 +54,11 @@ class ModelSource(ABC):
         A source that was dequantized on the way in (a GGUF file) gives float32. KeyError on an unknown name.
         """
 
+    def load_dense(self, name: str) -> torch.Tensor:
+        """As `load`, with a quantized linear decoded to float32."""
+        tensor = self.load(name)
+        return tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor
+
     @abstractmethod
     def write_side_files(self, folder: Path) -> list[str]:
         """Writes tokenizer, chat template, special tokens and generation config (all but weights and config.json)

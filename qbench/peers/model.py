@@ -49,7 +49,7 @@ def write_floats(source: ModelSource, folder: Path) -> None:
     source.write_side_files(folder)
     config = {key: value for key, value in source.config.items() if key != "quantization_config"}
     (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
-    tensors = {name: _plain(source, name) for name in source.tensors}
+    tensors = {name: source.load_dense(name) for name in source.tensors}
     write_safetensors(folder / "model.safetensors", tensors, {"format": "pt"})
 
 
@@ -102,11 +102,6 @@ def _restored(
     if smoothing is not None:
         parts[SMOOTHING] = smoothing
     return QuantizedTensor(Dense(), (weight.shape[0], weight.shape[1]), parts, activation)
-
-
-def _plain(source: ModelSource, name: str) -> torch.Tensor:
-    tensor = source.load(name)
-    return tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor
 
 
 def _numel(shape: tuple[int, ...]) -> int:
