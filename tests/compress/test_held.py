@@ -22,6 +22,7 @@ from qbench.solvers.base import Solver
 from qbench.solvers.gptq import GPTQ
 from qbench.solvers.nearest import Nearest
 from qbench.solvers.signround import SignRound
+from tests.compress.test_bad_input import Damaged
 from tests.compress.test_engine import INT4, all_linears, token_rows
 from tests.compress.test_experts import random_experts
 from tests.digest import folder_digest
@@ -74,18 +75,9 @@ def test_a_refusal_in_the_middle_ends_every_pass(tiny_llama: Path, tmp_path: Pat
     source = open_model(tiny_llama)
     schemes = all_linears(source, GPTQ())
     target = "model.layers.1.mlp.gate_proj"
-    broken = source.load(f"{target}.weight").clone()
-    broken[3, 4] = float("nan")
-
-    class Broken:
-        def __getattr__(self, name: str) -> object:
-            return getattr(source, name)
-
-        def load(self, name: str) -> torch.Tensor | QuantizedTensor:
-            return broken if name == f"{target}.weight" else source.load(name)
-
+    broken = Damaged(source, f"{target}.weight", float("nan"))
     with pytest.raises(QbenchError, match=target):
-        compress(Broken(), schemes, ROWS, tmp_path / "model", key="k")  # type: ignore[arg-type]
+        compress(broken, schemes, ROWS, tmp_path / "model", key="k")
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("block pass")]
 
 
