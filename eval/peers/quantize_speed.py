@@ -37,6 +37,7 @@ from qbench.benchmark.memory import peak_memory
 from qbench.errors import QbenchError
 from qbench.formats.base import FORMATS, QuantizedTensor, format_from_dict
 from qbench.models.compressed import CompressedModel, CompressedWriter
+from qbench.models.offgrid import OffGrid
 from qbench.models.source import ModelSource, open_model
 from qbench.models.structure import linear_names
 from qbench.scheme import Scheme
@@ -224,6 +225,8 @@ def compare(
     from qbench.peers.model import write_floats
 
     source = open_model(arguments.model)
+    if source.grid is not None:
+        source = OffGrid(source, 0)  # on the grid it was stored on, some formats would get a head start
     rows, data_hash = tokens_of(source, arguments.calibration, arguments.rows, arguments.length)
     held_out, held_out_hash = tokens_of(source, arguments.held_out, arguments.windows, arguments.length)
     windows = [(row, 1) for row in held_out if len(row) > 1]
