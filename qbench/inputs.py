@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qbench.calibration.data import SELF_GENERATED, TextData, load_data
-from qbench.calibration.rows import token_rows, token_stream
+from qbench.calibration.rows import default_bos, token_rows, token_stream
 from qbench.models.source import ModelSource, open_model
 from qbench.recipe import Model, Recipe
 from qbench.recipe_data import Calibration, Rows
@@ -116,9 +116,7 @@ class Inputs:
     @cached_property
     def bos(self) -> int | None:
         """The id that the tokenizer's own default puts in front of a text, if it does."""
-        ids = self.tokenizer("a")["input_ids"]
-        first: int | None = ids[0] if ids and ids[0] == self.tokenizer.bos_token_id else None
-        return first
+        return default_bos(self.tokenizer)
 
     @cached_property
     def windows(self) -> list[Window]:

@@ -82,6 +82,8 @@ class PeerStages(Stages):
 
     def _tokens(self, rows: list[list[int]]) -> int:
         """How many calibration tokens the library used."""
+        if not self.choice.calibrates:
+            return 0
         longest = max(map(len, rows))
         return sum(len(row) for row in rows if len(row) == longest or not self.choice.library.longest_rows_only)
 

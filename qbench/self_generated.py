@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 import qbench
+from qbench.calibration.rows import default_bos
 from qbench.errors import QbenchError
 from qbench.models.source import ModelSource
 from qbench.progress import console, progress_bar
@@ -48,7 +49,7 @@ def _starts(tokenizer: Any, wanted: Calibration, seed: int) -> list[list[int]]:
         if bos is None:
             raise QbenchError("calibration.sampling.start is bos; the tokenizer has no such token. Allowed: random.")
         return [[bos]] * wanted.rows
-    before = [bos] if bos is not None and tokenizer("a")["input_ids"][:1] == [bos] else []
+    before = [] if (first := default_bos(tokenizer)) is None else [first]
     usual = sorted(set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids))
     drawn = torch.randint(len(usual), (wanted.rows,), generator=torch.Generator().manual_seed(seed))
     return [[*before, usual[i]] for i in drawn.tolist()]

@@ -13,7 +13,7 @@ from qbench import measure
 from qbench.commands.inspect import summary as summary_of
 from qbench.commands.methods import known_methods
 from qbench.errors import QbenchError
-from qbench.formats.kv_cache import FP8, Int4, Int8
+from qbench.formats.kv_cache import FP8KV, Int4KV, Int8KV
 from qbench.inputs import reference_source
 from qbench.models.source import open_model
 from qbench.recipe import Recipe, load_recipe
@@ -52,7 +52,7 @@ def test_a_name_alone_or_with_fields(tmp_path: Path) -> None:
     }
     recipe = recipe_for(tmp_path, "some/model", variants)
     formats = {name: variant.kv_format for name, variant in recipe.variants.items()}
-    assert formats == {"short": FP8(), "long": Int4(group_size=16), "both": Int8(), "none": None, "silent": None}
+    assert formats == {"short": FP8KV(), "long": Int4KV(group_size=16), "both": Int8KV(), "none": None, "silent": None}
     assert {n for n, variant in recipe.variants.items() if not variant.compresses_weights} == {"short", "long"}
     assert Recipe.model_validate(json.loads(recipe.model_dump_json())) == recipe
 
@@ -145,7 +145,7 @@ def test_a_run_calibrates_measures_and_tells_the_formats_apart(tmp_path: Path, m
     summary = run(recipe, out)
     compressed = open_model(out / "variants" / "kv" / "model")
     assert compressed.kv_cache is not None
-    assert compressed.kv_cache.format == FP8()
+    assert compressed.kv_cache.format == FP8KV()
     assert len(compressed.kv_cache.scales) == 2
     rows = {(row.variant, row.metric): row for row in read_results(out / "results.jsonl") if not row.detail}
     for metric in ("perplexity", "kl_mean", "kv_token_bytes"):

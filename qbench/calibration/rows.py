@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import groupby
 from typing import Any, Literal
 
@@ -46,13 +46,15 @@ def token_rows(data: TextData, tokenizer: Any, rows: int, seq_len: int, packing:
     """At most `rows` rows of at most `seq_len` token ids.
 
     ``packed``: cut from the joined documents one after the other; every row but perhaps the last is full.
-    ``documents``: each document begins a row, with the special tokens that the tokenizer puts before a text by
-    default, and goes on in further rows when it is longer than one.
-    No token is dropped before the last row asked for. Raises `QbenchError` when there are fewer than two tokens.
+    ``documents``: each document begins a row, and goes on in further rows when it is longer than one.
+    Every row begins with the beginning-of-text token that the tokenizer puts before a text by default, if it does:
+    models that have one are lost without it, and are measured with it (`evaluate.windows`). No token of text is dropped
+    before the last row asked for. Raises `QbenchError` when there are fewer than two tokens.
     """
     found: list[list[int]] = []
+    bos = default_bos(tokenizer)
     for stream in [token_stream(data, tokenizer)] if packing == "packed" else _each(data, tokenizer):
-        found += [stream[i : i + seq_len] for i in range(0, len(stream), seq_len)]
+        found += _cut(stream, seq_len, bos)
         if len(found) >= rows:
             break
     found = found[:rows]
@@ -60,6 +62,22 @@ def token_rows(data: TextData, tokenizer: Any, rows: int, seq_len: int, packing:
     if tokens < 2:
         raise QbenchError(f"Calibration data {data.name}: {tokens} tokens of text. Allowed: at least 2.")
     return found
+
+
+def default_bos(tokenizer: Any) -> int | None:
+    """The id that the tokenizer's own default puts in front of a text, if it does."""
+    ids = tokenizer("a")["input_ids"]
+    first: int | None = ids[0] if ids and ids[0] == tokenizer.bos_token_id else None
+    return first
+
+
+def _cut(stream: list[int], seq_len: int, bos: int | None) -> Iterator[list[int]]:
+    start = 0
+    while start < len(stream):
+        front = [] if bos is None or stream[start] == bos else [bos]
+        stop = start + seq_len - len(front)
+        yield [*front, *stream[start:stop]]
+        start = stop
 
 
 def _each(data: TextData, tokenizer: Any) -> Iterable[list[int]]:

@@ -24,6 +24,7 @@ class Activations:
         self.prefix, self.wanted = prefix, wanted
         self.largest: dict[str, torch.Tensor] = {}
         self._hooks: list[Any] = []
+        self._last: tuple[torch.Tensor, Any, torch.Tensor] | None = None  # linears that read one tensor: rounded once
 
     def start(self, name: str, linear: nn.Linear, largest: torch.Tensor | None) -> None:
         """Notes the linear's `largest` input and rounds its inputs in every later pass."""
@@ -36,10 +37,13 @@ class Activations:
 
         def rounded(_: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
             inputs = args[0]
-            result = activation.round(inputs.detach().reshape(-1, inputs.shape[-1]), scale).view_as(inputs)
-            if inputs.requires_grad:  # gradients pass as if nothing had been rounded
-                result = inputs + (result - inputs).detach()
-            return result, *args[1:]
+            how = (activation, None if scale is None else float(scale))
+            if self._last is None or self._last[0] is not inputs or self._last[1] != how:
+                result = activation.round(inputs.detach().reshape(-1, inputs.shape[-1]), scale).view_as(inputs)
+                if inputs.requires_grad:  # gradients pass as if nothing had been rounded
+                    result = inputs + (result - inputs).detach()
+                self._last = inputs, how, result
+            return self._last[2], *args[1:]
 
         self._hooks.append(linear.register_forward_pre_hook(rounded))
 
@@ -57,6 +61,7 @@ class Activations:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        self._last = None
 
     def _scale(self, name: str, activation: ActivationFormat) -> torch.Tensor | None:
         """The static scale. An expert that no token reached gets the largest of its siblings'."""

@@ -15,6 +15,7 @@ from torch import nn
 from qbench.calibration.channels import ChannelStatistics
 from qbench.compress.experts import Expert
 from qbench.compress.passes import Passes
+from qbench.compress.solve import shared_parameters
 from qbench.compress.trace import Reading, Trace, find_producer
 from qbench.errors import QbenchError
 from qbench.formats.activation import ActivationFormat
@@ -132,7 +133,10 @@ class Smoother:
             largest_produced=producer.largest(reading.tensor.shape[-1]),
             loss=self._loss(reading, call, seen.max_abs),
         )
-        choice = transform.choose(readers)
+        try:
+            choice = transform.choose(readers)
+        except QbenchError as refused:
+            raise QbenchError(f"{self.prefix}.{reading.readers[0]}: {refused}") from refused
         if choice is None:
             return self._skipped(reading, "no scales that are finite and fit float16")
         self.done.changed |= {*producer.divide(choice.scales), *(f"{name}.weight" for name in reading.readers)}
@@ -177,6 +181,7 @@ class Smoother:
             (self.block.get_submodule(name), self.schemes[name]) for name in reading.readers if name in self.schemes
         ]
         originals = [linear.weight.data for linear, _ in rounded]
+        formats = [scheme.format for _, scheme in rounded]
 
         def output() -> torch.Tensor:
             out = parent(*call[0], **call[1])
@@ -186,9 +191,11 @@ class Smoother:
         reference = output()
 
         def loss(scales: torch.Tensor) -> float:
-            pairs = zip(rounded, originals, strict=True)
+            scaled = [weight * scales for weight in originals]
             try:
-                found = [scheme.format.quantize(weight * scales).dequantize() for (_, scheme), weight in pairs]
+                shared = shared_parameters(formats, scaled, [None] * len(scaled))
+                ready = zip(formats, scaled, shared, strict=True)
+                found = [format.quantize(weight, shared=own).dequantize() for format, weight, own in ready]
             except QbenchError:  # a weight too large for the format under these scales
                 return float("inf")
             hooks = []

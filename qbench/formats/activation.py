@@ -49,7 +49,7 @@ class ActivationFormat(ABC):
 ACTIVATIONS = Registry(
     "activation format",
     {
-        "int8": "qbench.formats.activation_int8:Int8",
+        "int8": "qbench.formats.activation_int8:Int8Inputs",
         "llm-int8": "qbench.formats.activation_int8:LLMInt8",
         "fp8": "qbench.formats.activation_float:FP8Inputs",
         "mxfp8": "qbench.formats.activation_float:MXFP8Inputs",

@@ -1,8 +1,8 @@
 """8-bit integer activations: symmetric, ``code = round(x / scale)`` in -127..127, with integer products.
 
 `LLMInt8` is LLM.int8() (Dettmers et al., arXiv 2208.07339): columns that hold a value of at least `threshold` leave the
-integers and are multiplied in the activation's own precision; the others are rounded as `Int8` does, each token by its
-largest magnitude among the values below the threshold. Its columns are found over all tokens that are computed
+integers and are multiplied in the activation's own precision; the others are rounded as `Int8Inputs` does, each token
+by its largest magnitude among the values below the threshold. Its columns are found over all tokens that are computed
 together, as in the paper and in bitsandbytes.
 """
 
@@ -24,7 +24,7 @@ LARGEST = 127.0
 
 
 @dataclass(frozen=True)
-class Int8(ActivationFormat):
+class Int8Inputs(ActivationFormat):
     """One scale a token, found on the fly, or one static scale for the layer's input (`granularity: tensor`)."""
 
     name: ClassVar[str] = "int8"

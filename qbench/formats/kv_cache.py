@@ -3,7 +3,7 @@
 Keys come after their rotary embedding. ``x`` is ``[tokens, kv_heads, head_dim]``, and what is kept of each token stands
 by itself (each part is ``[tokens, kv_heads, ...]``), because a paged cache writes, shares and drops tokens one at a
 time. That rules out KIVI's (arXiv 2402.02750) scales of one key channel over many tokens; of its two schemes the one
-for values, a range for each token and group of channels, is what `Int4` does to keys and values alike.
+for values, a range for each token and group of channels, is what `Int4KV` does to keys and values alike.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class KVFormat(ABC):
 
 
 @dataclass(frozen=True)
-class FP8(KVFormat):
+class FP8KV(KVFormat):
     """8-bit floats E4M3 under one calibrated scale a layer, amax / 448, for keys and for values apart."""
 
     name: ClassVar[str] = "fp8"
@@ -149,7 +149,7 @@ class IntegerKV(KVFormat):
 
 
 @dataclass(frozen=True)
-class Int8(IntegerKV):
+class Int8KV(IntegerKV):
     """8-bit integers, a float16 scale for each token, head and group of channels; symmetric, as in vLLM."""
 
     name: ClassVar[str] = "int8"
@@ -160,7 +160,7 @@ class Int8(IntegerKV):
 
 
 @dataclass(frozen=True)
-class Int4(IntegerKV):
+class Int4KV(IntegerKV):
     """4-bit integers, a float16 scale and minimum for each token, head and 32 channels; KIVI's scheme for values."""
 
     name: ClassVar[str] = "int4"
@@ -210,9 +210,9 @@ class KVCache:
 KV_FORMATS = Registry(
     "KV-cache format",
     {
-        "fp8": "qbench.formats.kv_cache:FP8",
-        "int8": "qbench.formats.kv_cache:Int8",
-        "int4": "qbench.formats.kv_cache:Int4",
+        "fp8": "qbench.formats.kv_cache:FP8KV",
+        "int8": "qbench.formats.kv_cache:Int8KV",
+        "int4": "qbench.formats.kv_cache:Int4KV",
     },
 )
 

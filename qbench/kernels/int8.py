@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from qbench.formats.activation import INPUT_SCALE
-from qbench.formats.activation_int8 import Int8, LLMInt8
+from qbench.formats.activation_int8 import Int8Inputs, LLMInt8
 from qbench.formats.base import QuantizedTensor
 from qbench.formats.integer import Integer
 
@@ -19,7 +19,7 @@ CUDA_ROWS, CUDA_MULTIPLE = 17, 8  # what the library behind `torch._int_mm` asks
 def supports(weight: QuantizedTensor, device: torch.device) -> bool:
     format = weight.format
     return (
-        isinstance(weight.activation, Int8 | LLMInt8)
+        isinstance(weight.activation, Int8Inputs | LLMInt8)
         and isinstance(format, Integer)
         and (format.bits, format.symmetric) == (8, True)
         and format.blocks(weight.shape[1]) == 1
@@ -35,12 +35,12 @@ class Int8Weight:
     shape: tuple[int, int]
     codes: torch.Tensor  # int8 [out, in]
     scale: torch.Tensor  # float32 [1, out] or [1, 1]
-    activation: Int8 | LLMInt8
+    activation: Int8Inputs | LLMInt8
     input_scale: torch.Tensor | None
 
     @classmethod
     def repack(cls, weight: QuantizedTensor, device: torch.device) -> Int8Weight:
-        assert isinstance(weight.activation, Int8 | LLMInt8)
+        assert isinstance(weight.activation, Int8Inputs | LLMInt8)
         codes = (weight.parts["codes"].to(device).to(torch.int16) - 128).to(torch.int8)
         input_scale = weight.parts.get(INPUT_SCALE)
         return cls(

@@ -18,6 +18,7 @@ from qbench.resources import written_whole
 
 WORKER = Path(__file__).with_name("worker.py")
 QUIET = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}  # some libraries take one that they were not given
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class PeerJob:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 process_group=0,
-                env=os.environ | QUIET,
+                env=os.environ | QUIET | (NO_GPU if self.device == "cpu" else {}),
                 cwd=folder,
             ) as child,
         ):

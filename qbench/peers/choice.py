@@ -45,6 +45,12 @@ class Choice:
         return float(found[0])
 
     @property
+    def calibrates(self) -> bool:
+        """Whether the calibration rows decide anything."""
+        options = build(self.library.methods, {"name": self.method, **self.options})
+        return getattr(options, "calibrates", True)
+
+    @property
     def variable(self) -> str:
         return f"QBENCH_PEER_PYTHON_{self.library.name.upper().replace('-', '_')}"
 

@@ -1,4 +1,7 @@
-"""Which methods of which libraries a variant can ask for, with the options of each under that library's own names."""
+"""Which methods of which libraries a variant can ask for, with the options of each under that library's own names.
+
+`calibrates` False: the result comes from the weights alone, whatever calibration rows the library is given.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +35,10 @@ class GPTQModelAWQ:
     bits: Literal[4] = 4
     group_size: int = 128
     sym: bool = False
+
+    def __post_init__(self) -> None:
+        if self.group_size < 1:
+            raise QbenchError(f"gptqmodel awq: group_size is {self.group_size}; allowed: 1 or more.")
 
 
 WeightScheme = Literal["W4A16", "W4A16_ASYM", "W8A16"]
@@ -77,6 +84,10 @@ class LLMCompressorRounding:
     scheme: Scheme = "FP8_DYNAMIC"
     group_size: int | None = None
 
+    @property
+    def calibrates(self) -> bool:
+        return self.scheme in ("FP8", "NVFP4")  # static scales of inputs
+
 
 @dataclass(frozen=True)
 class ModelOptGroups:
@@ -95,8 +106,24 @@ class ModelOptPlain:
 
 
 @dataclass(frozen=True)
+class ModelOptRounding(ModelOptPlain):
+    """The same, and nothing is measured on text: inputs are not rounded, or a token at a time."""
+
+    calibrates: ClassVar[bool] = False
+
+
+@dataclass(frozen=True)
+class ModelOptRoundedGroups(ModelOptGroups):
+    """Groups of weights, rounded plainly."""
+
+    calibrates: ClassVar[bool] = False
+
+
+@dataclass(frozen=True)
 class AutoRoundRTN:
     """Plain rounding: AutoRound with no iterations, its searched start switched off."""
+
+    calibrates: ClassVar[bool] = False
 
     bits: Literal[2, 3, 4, 8] = 4
     group_size: int = 128
@@ -107,6 +134,8 @@ class AutoRoundRTN:
 class AutoRoundSignRound(AutoRoundRTN):
     """Rounding learned block by block with signed gradients."""
 
+    calibrates: ClassVar[bool] = True
+
     iters: int = 200
     lr: float | None = None
 
@@ -115,6 +144,8 @@ class AutoRoundSignRound(AutoRoundRTN):
 class BitsAndBytes4Bit:
     """``bitsandbytes.functional.quantize_4bit``: blocks of the flattened weight."""
 
+    calibrates: ClassVar[bool] = False
+
     blocksize: Literal[32, 64, 128, 256, 512, 1024, 2048, 4096] = 64
     compress_statistics: bool = False
 
@@ -122,6 +153,8 @@ class BitsAndBytes4Bit:
 @dataclass(frozen=True)
 class BitsAndBytesInt8:
     """``Linear8bitLt``: int8 rows, int8 tokens, outlier columns of the input apart."""
+
+    calibrates: ClassVar[bool] = False
 
     threshold: float = 6.0
 
@@ -181,12 +214,12 @@ MODELOPT = _library(
     "nvidia-modelopt",
     {
         "int4_awq": "ModelOptGroups",
-        "int4_blockwise_weight_only": "ModelOptGroups",
+        "int4_blockwise_weight_only": "ModelOptRoundedGroups",
         "int8": "ModelOptPlain",
         "int8_smoothquant": "ModelOptPlain",
         "fp8": "ModelOptPlain",
-        "fp8_per_channel_per_token": "ModelOptPlain",
-        "nvfp4_weight_only": "ModelOptPlain",
+        "fp8_per_channel_per_token": "ModelOptRounding",
+        "nvfp4_weight_only": "ModelOptRounding",
     },
 )
 AUTO_ROUND = _library(

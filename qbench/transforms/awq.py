@@ -8,7 +8,8 @@ by the error of what the module around them puts out. Two forms are tried:
 
 Either is divided by ``sqrt(max(s) min(s))``. Then, for each block of each weight, the range is narrowed to whatever
 fraction gives the least error of the block's own output: rounding finer is worth clipping a few. Query and key
-projections are not clipped, because their errors multiply.
+projections are not clipped, because their errors multiply; nor are formats whose rows share a range, or that search
+their ranges themselves.
 """
 
 from __future__ import annotations
@@ -65,19 +66,17 @@ class AWQ(Transform):
 
     def limits(self, module: str, weight: torch.Tensor, format: Format, inputs: torch.Tensor) -> Limits | None:
         last = module.rpartition(".")[2]
-        if not self.clip or not isinstance(format, Integer) or last.startswith(NOT_CLIPPED):
-            return None
-        if format.granularity == "tensor":
+        if not self.clip or last.startswith(NOT_CLIPPED) or format.rows_share or format.weighs_importance:
             return None
         return clip_search(weight, format, inputs)
 
 
-def clip_search(weight: torch.Tensor, format: Integer, inputs: torch.Tensor) -> Limits:
+def clip_search(weight: torch.Tensor, format: Format, inputs: torch.Tensor) -> Limits:
     """The bounds ``[out, blocks]`` of each block of `weight` that give the least error of its share of the output."""
     size = format.block_size(weight.shape[1])
     parts = torch.split(weight, size, 1)
     grams = [x.T @ x for x in torch.split(inputs, size, 1)]  # the error of a block is d^T (x^T x) d, d = W - Q
-    if format.symmetric:
+    if not isinstance(format, Integer) or format.symmetric:
         high = torch.stack([part.abs().amax(1) for part in parts], 1)
         low = -high
     else:

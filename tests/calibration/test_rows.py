@@ -47,14 +47,26 @@ def test_no_usable_row_is_refused(packing: Packing) -> None:
 
 
 def test_documents_each_begin_a_row_and_are_cut_where_it_ends() -> None:
-    tokenizer = tokenizer_that_adds_bos()
     data = TextData("three", None, ["abcde", "fg", "hij"])
+    tokenizer = byte_tokenizer(259)
     rows = token_rows(data, tokenizer, 8, 4, "documents")
-    assert [tokenizer.decode(row, skip_special_tokens=True) for row in rows] == ["abc", "de", "fg", "hij"]
-    assert [row[0] == BOS for row in rows] == [True, False, True, True]
+    assert [tokenizer.decode(row) for row in rows] == ["abcd", "e", "fg", "hij"]
     assert len(token_rows(data, tokenizer, 2, 4, "documents")) == 2
     packed = token_rows(data, tokenizer, 8, 4, "packed")
     assert [tokenizer.decode(row) for row in packed] == ["abcd", "e\n\nf", "g\n\nh", "ij"]
+
+
+def test_every_row_begins_with_the_bos_that_the_tokenizer_adds_as_evaluation_windows_do() -> None:
+    tokenizer = tokenizer_that_adds_bos()
+    data = TextData("three", None, ["abcde", "fg", "hij"])
+    documents = token_rows(data, tokenizer, 8, 4, "documents")
+    packed = token_rows(data, tokenizer, 8, 4, "packed")
+    for rows, texts in (
+        (documents, ["abc", "de", "fg", "hij"]),
+        (packed, ["abc", "de\n", "\nfg", "\n\nh", "ij"]),
+    ):
+        assert [row.count(BOS) for row in rows] == [row[0] == BOS for row in rows] == [True] * len(rows)
+        assert [tokenizer.decode(row[1:]) for row in rows] == texts
 
 
 @pytest.mark.trap(44)

@@ -12,7 +12,7 @@ from qbench.compress.engine import compress
 from qbench.errors import QbenchError
 from qbench.formats.activation import ActivationFormat
 from qbench.formats.activation_float import FP8Inputs, MXFP8Inputs, NVFP4Inputs
-from qbench.formats.activation_int8 import Int8, LLMInt8
+from qbench.formats.activation_int8 import Int8Inputs, LLMInt8
 from qbench.formats.base import Format, QuantizedTensor
 from qbench.formats.float8 import FP8
 from qbench.formats.integer import Integer
@@ -27,10 +27,10 @@ from tests.compress.test_engine import state_dict, token_rows, transformers_mode
 
 INT8 = Integer(8, "channel", symmetric=True, full_range=False, scale_dtype="float32")
 CASES: list[tuple[Format, ActivationFormat]] = [
-    (INT8, Int8()),
-    (INT8, Int8("tensor")),
+    (INT8, Int8Inputs()),
+    (INT8, Int8Inputs("tensor")),
     (INT8, LLMInt8(1.0)),
-    (Integer(4, group_size=32), Int8()),
+    (Integer(4, group_size=32), Int8Inputs()),
     (FP8(), FP8Inputs()),
     (FP8("tensor"), FP8Inputs("tensor")),
     (FP8("block"), FP8Inputs("group")),
@@ -84,7 +84,7 @@ def test_the_runtime_computes_what_transformers_does_with_rounded_inputs(
 
 
 def test_static_scales_are_the_largest_inputs_of_the_float_model(tiny_llama: Path, tmp_path: Path) -> None:
-    model = compressed(tiny_llama, tmp_path / "model", INT8, Int8("tensor"), Nearest())
+    model = compressed(tiny_llama, tmp_path / "model", INT8, Int8Inputs("tensor"), Nearest())
     seen: list[torch.Tensor] = []
     judge = transformers_model(tiny_llama)
     judge.get_submodule("model.layers.0.self_attn.q_proj").register_forward_pre_hook(
@@ -107,7 +107,7 @@ def test_gptq_weights_and_rounded_inputs_go_together(tiny_llama: Path, tmp_path:
 def test_a_linear_that_no_token_reached_takes_its_siblings_scale() -> None:
     linear = torch.nn.Linear(4, 4)
     names = ("experts.0.up_proj", "experts.1.up_proj", "experts.2.up_proj", "router.gate")
-    activations = Activations("model.layers.7", dict.fromkeys(names, Int8("tensor")))
+    activations = Activations("model.layers.7", dict.fromkeys(names, Int8Inputs("tensor")))
     activations.start("experts.0.up_proj", linear, torch.tensor(127.0))
     activations.start("experts.1.up_proj", linear, torch.tensor(254.0))
     activations.start("experts.2.up_proj", linear, None)

@@ -12,7 +12,7 @@ from qbench.compress.engine import compress
 from qbench.compress.skeleton import Skeleton
 from qbench.compress.trace import with_siblings
 from qbench.errors import QbenchError
-from qbench.formats.activation_int8 import Int8
+from qbench.formats.activation_int8 import Int8Inputs
 from qbench.formats.base import Format, QuantizedTensor
 from qbench.formats.nvfp4 import NVFP4
 from qbench.models.source import ModelSource, open_model
@@ -44,7 +44,7 @@ def test_same_bytes_as_passes_that_start_again(
     tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     source = experts(tmp_path / "source") if kind == "experts" else open_model(tiny_llama)
-    activation = Int8(granularity="tensor") if kind == "activations" else None
+    activation = Int8Inputs(granularity="tensor") if kind == "activations" else None
     schemes = {
         name: Scheme(INT4, scheme.solver, activation=activation) for name, scheme in all_linears(source, GPTQ()).items()
     }

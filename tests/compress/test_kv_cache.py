@@ -25,7 +25,7 @@ from qbench.compress.engine import compress
 from qbench.compress.progress_state import ProgressState
 from qbench.errors import QbenchError
 from qbench.formats.integer import Integer
-from qbench.formats.kv_cache import FP8, Int4, Int8, KVCache, KVFormat
+from qbench.formats.kv_cache import FP8KV, Int4KV, Int8KV, KVCache, KVFormat
 from qbench.models.source import open_model
 from qbench.solvers.gptq import GPTQ
 from qbench.solvers.nearest import Nearest
@@ -67,7 +67,7 @@ class JudgeCache(DynamicCache):
         self.amax[layer_idx] = [float(x.abs().max()) for x in (key_states, value_states)]
         both = []
         for i, x in enumerate((key_states, value_states)):
-            if isinstance(self.format, FP8):
+            if isinstance(self.format, FP8KV):
                 both.append(nearest_e4m3(x, self.amax[layer_idx][i] / 448))
             else:
                 scale = (x.abs().amax(-1, keepdim=True) / 127).half().float()
@@ -94,9 +94,9 @@ def test_fp8_scales_are_amax_over_448_of_what_the_cache_is_given(tmp_path: Path,
     """Keys after their rotary embedding, from blocks whose earlier ones already round theirs; weights as they were."""
     folder = random_folder(tmp_path / "source", CONFIGS[family])
     rows = token_rows(4, 40)
-    done = compress(open_model(folder), {}, rows, tmp_path / "model", key="k", kv_cache=FP8())
+    done = compress(open_model(folder), {}, rows, tmp_path / "model", key="k", kv_cache=FP8KV())
     assert done.layers == []
-    judge = JudgeCache(FP8())
+    judge = JudgeCache(FP8KV())
     with torch.no_grad():
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         model(torch.tensor(rows), past_key_values=judge, use_cache=True)
@@ -118,11 +118,11 @@ def test_the_weights_that_will_run_decide_the_scales(tiny_llama: Path, tmp_path:
     source = open_model(tiny_llama)
     rows = token_rows()
     coarse = Integer(bits=2, group_size=64)
-    done = compress(source, all_linears(source, Nearest(), coarse), rows, tmp_path / "m", key="k", kv_cache=FP8())
-    judge = JudgeCache(FP8())
+    done = compress(source, all_linears(source, Nearest(), coarse), rows, tmp_path / "m", key="k", kv_cache=FP8KV())
+    judge = JudgeCache(FP8KV())
     with torch.no_grad():
         model = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32).eval()
-        model(torch.tensor(rows), past_key_values=JudgeCache(FP8()), use_cache=True)
+        model(torch.tensor(rows), past_key_values=JudgeCache(FP8KV()), use_cache=True)
         model.load_state_dict(state_dict(done.model), strict=False)
         model(torch.tensor(rows), past_key_values=judge, use_cache=True)
     assert done.model.kv_cache is not None
@@ -135,7 +135,7 @@ def test_later_blocks_feel_rounded_keys_and_values(tiny_llama: Path, tmp_path: P
     rows = token_rows()
     name = "model.layers.2.self_attn.q_proj"
     schemes = {name: all_linears(source, Nearest())[name]}
-    for kv_cache in (None, Int8(), Int4(group_size=16)):
+    for kv_cache in (None, Int8KV(), Int4KV(group_size=16)):
         folder = tmp_path / (kv_cache.name if kv_cache else "float")
         done = compress(source, schemes, rows, folder, key="k", kv_cache=kv_cache)
         model = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32).eval()
@@ -148,7 +148,7 @@ def test_later_blocks_feel_rounded_keys_and_values(tiny_llama: Path, tmp_path: P
         inputs = seen[0].flatten(0, 1).double()
         expected = torch.linalg.norm(inputs @ (after - before).T) / torch.linalg.norm(inputs @ before.T)
         judged = pytest.approx(float(expected), rel=1e-5)
-        assert (done.layers[0].relative_error == judged) == (kv_cache is None or kv_cache == Int8())
+        assert (done.layers[0].relative_error == judged) == (kv_cache is None or kv_cache == Int8KV())
 
 
 @pytest.mark.trap(30)
@@ -164,10 +164,10 @@ def test_keys_or_values_that_are_all_zeros_name_their_block(tmp_path: Path, whic
     with pytest.raises(
         QbenchError, match=rf"model\.layers\.1: KV-cache format fp8: {what}: the largest magnitude is 0"
     ):
-        compress(source, {}, token_rows(), tmp_path / "model", key="k", kv_cache=FP8())
+        compress(source, {}, token_rows(), tmp_path / "model", key="k", kv_cache=FP8KV())
     assert not (tmp_path / "model").exists()
-    done = compress(source, {}, token_rows(), tmp_path / "int8", key="k", kv_cache=Int8())
-    assert done.model.kv_cache == KVCache(Int8())
+    done = compress(source, {}, token_rows(), tmp_path / "int8", key="k", kv_cache=Int8KV())
+    assert done.model.kv_cache == KVCache(Int8KV())
 
 
 @pytest.mark.trap(30)
@@ -181,14 +181,14 @@ def test_a_block_that_keeps_no_keys_and_values_is_named(tiny_llama: Path, tmp_pa
         return forward(self, *args, past_key_values=cache, **kwargs)
 
     monkeypatch.setattr(LlamaAttention, "forward", without_cache)
-    for format in (FP8(), Int8()):
+    for format in (FP8KV(), Int8KV()):
         with pytest.raises(QbenchError, match=r"model\.layers\.1: its attention keeps no keys and values"):
             compress(open_model(tiny_llama), {}, token_rows(), tmp_path / "model", key="k", kv_cache=format)
 
 
 def test_heads_that_the_groups_do_not_divide_name_their_block(tiny_llama: Path, tmp_path: Path) -> None:
     with pytest.raises(QbenchError, match=r"model\.layers\.0: .*int4: group_size is 32, heads have 16 channels"):
-        compress(open_model(tiny_llama), {}, token_rows(), tmp_path / "model", key="k", kv_cache=Int4())
+        compress(open_model(tiny_llama), {}, token_rows(), tmp_path / "model", key="k", kv_cache=Int4KV())
 
 
 @pytest.mark.trap(15)
@@ -197,7 +197,7 @@ def test_an_interrupted_run_ends_in_the_same_scales_and_bytes(
 ) -> None:
     source = open_model(tiny_llama)
     schemes = all_linears(source, GPTQ())
-    whole = compress(source, schemes, token_rows(), tmp_path / "whole", key="k", kv_cache=FP8())
+    whole = compress(source, schemes, token_rows(), tmp_path / "whole", key="k", kv_cache=FP8KV())
     save = ProgressState.save
 
     def interrupted(self: ProgressState, blocks_done: int, *args: Any) -> None:
@@ -208,10 +208,10 @@ def test_an_interrupted_run_ends_in_the_same_scales_and_bytes(
     monkeypatch.setattr(ProgressState, "save", interrupted)
     for done in (1, 2):
         with pytest.raises(KeyboardInterrupt):
-            compress(source, schemes, token_rows(), tmp_path / "resumed", key="k", kv_cache=FP8())
+            compress(source, schemes, token_rows(), tmp_path / "resumed", key="k", kv_cache=FP8KV())
         state = json.loads((tmp_path / "resumed.part" / "progress" / "state.json").read_text())
         assert len(state["kv_scales"]) == done
-    compress(source, schemes, token_rows(), tmp_path / "resumed", key="k", kv_cache=FP8())
+    compress(source, schemes, token_rows(), tmp_path / "resumed", key="k", kv_cache=FP8KV())
     assert whole.model.kv_cache is not None
     assert len(whole.model.kv_cache.scales) == 3
     assert folder_digest(tmp_path / "resumed") == folder_digest(tmp_path / "whole")

@@ -7,7 +7,7 @@ import torch
 
 from qbench.compress.block import BlockCompression
 from qbench.compress.engine import Compression, compress
-from qbench.formats.activation_int8 import Int8
+from qbench.formats.activation_int8 import Int8Inputs
 from qbench.formats.base import QuantizedTensor
 from qbench.formats.integer import Integer
 from qbench.models.compressed import CompressedWriter
@@ -166,7 +166,7 @@ def test_solvers_and_settings_may_differ_within_a_block(tiny_llama: Path, tmp_pa
 @pytest.mark.trap(24)
 def test_pruned_weights_stay_zero_and_inputs_are_rounded_while_learning(tiny_llama: Path, tmp_path: Path) -> None:
     source = open_model(tiny_llama)
-    scheme = Scheme(INT4, SignRound(iters=8), prune=Wanda("2:4"), activation=Int8())
+    scheme = Scheme(INT4, SignRound(iters=8), prune=Wanda("2:4"), activation=Int8Inputs())
     names = linear_names(source.tensors, source.config)
     done = compress(source, dict.fromkeys(names, scheme), token_rows(), tmp_path / "model", key="k")
     for name in names:

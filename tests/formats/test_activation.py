@@ -8,7 +8,7 @@ import torch
 from qbench.errors import QbenchError
 from qbench.formats.activation import ACTIVATIONS, ActivationFormat, activation_from_dict
 from qbench.formats.activation_float import FP8Inputs, MXFP8Inputs, NVFP4Inputs
-from qbench.formats.activation_int8 import Int8, LLMInt8
+from qbench.formats.activation_int8 import Int8Inputs, LLMInt8
 from qbench.formats.base import Format, QuantizedTensor
 from qbench.formats.bitpack import unpack_bits
 from qbench.formats.float8 import FP8, float8_codes
@@ -21,7 +21,7 @@ from tests.formats.golden.weights import random_weight
 from tests.formats.judged import golden
 
 ALL = [activation_from_dict({"name": name}) for name in ACTIVATIONS.names()]
-STATIC = [Int8("tensor"), FP8Inputs("tensor"), FP8Inputs("group"), FP8Inputs(element="e5m2")]
+STATIC = [Int8Inputs("tensor"), FP8Inputs("tensor"), FP8Inputs("group"), FP8Inputs(element="e5m2")]
 WEIGHT = Integer(8, "channel", symmetric=True, full_range=False, scale_dtype="float32")
 
 
@@ -88,7 +88,7 @@ def test_raw_codes_are_summed_as_integers(dtype: torch.dtype) -> None:
     )
 
 
-@pytest.mark.parametrize("activation", [Int8(), Int8("tensor"), LLMInt8(), LLMInt8(0.5)], ids=str)
+@pytest.mark.parametrize("activation", [Int8Inputs(), Int8Inputs("tensor"), LLMInt8(), LLMInt8(0.5)], ids=str)
 @pytest.mark.parametrize("granularity", ["channel", "tensor"])
 @pytest.mark.parametrize("rows", [1, 5])
 def test_integer_products_are_exact(activation: ActivationFormat, granularity: str, rows: int) -> None:
@@ -153,13 +153,13 @@ def test_errors_stay_within_half_a_step(activation: ActivationFormat) -> None:
 
 def test_static_inputs_beyond_the_calibrated_range_saturate() -> None:
     x = torch.tensor([[1.0, -3.0, 500.0, 0.0]])
-    for activation in (Int8("tensor"), FP8Inputs("tensor")):
+    for activation in (Int8Inputs("tensor"), FP8Inputs("tensor")):
         assert torch.equal(
             activation.round(x, activation.input_scale(torch.tensor(1.0)))[0, 1:3], torch.tensor([-1.0, 1])
         )
 
 
-@pytest.mark.parametrize("activation", [Int8("tensor"), FP8Inputs("tensor"), NVFP4Inputs()], ids=str)
+@pytest.mark.parametrize("activation", [Int8Inputs("tensor"), FP8Inputs("tensor"), NVFP4Inputs()], ids=str)
 @pytest.mark.parametrize("absmax", [0.0, float("nan"), float("inf")])
 def test_a_scale_of_nothing_is_refused(activation: ActivationFormat, absmax: float) -> None:
     with pytest.raises(QbenchError, match="all zero, or not finite"):

@@ -11,11 +11,18 @@ import torch
 from gguf import GGMLQuantizationType as Q
 
 from qbench.errors import QbenchError
-from qbench.formats.kv_cache import FP8, KV_FORMATS, Int4, Int8, IntegerKV, KVCache, KVFormat, kv_format_from_dict
+from qbench.formats.kv_cache import FP8KV, KV_FORMATS, Int4KV, Int8KV, IntegerKV, KVCache, KVFormat, kv_format_from_dict
 from tests.formats.judged import golden
 
-INTEGERS = [Int8(), Int4(), Int8(group_size=16), Int4(group_size=16), Int8(symmetric=False), Int4(symmetric=True)]
-FORMATS: list[KVFormat] = [FP8(), *INTEGERS]
+INTEGERS = [
+    Int8KV(),
+    Int4KV(),
+    Int8KV(group_size=16),
+    Int4KV(group_size=16),
+    Int8KV(symmetric=False),
+    Int4KV(symmetric=True),
+]
+FORMATS: list[KVFormat] = [FP8KV(), *INTEGERS]
 
 
 def keys_like(tokens: int = 20, heads: int = 3, dim: int = 64, seed: int = 0) -> torch.Tensor:
@@ -71,7 +78,7 @@ def test_integers_are_those_of_float64(format: IntegerKV) -> None:
     assert np.abs(found.numpy() - expected.reshape(x.shape)).max() < 1e-5
 
 
-@pytest.mark.parametrize(("format", "judge"), [(Int8(group_size=32), Q.Q8_0), (Int4(), Q.Q4_1)], ids=str)
+@pytest.mark.parametrize(("format", "judge"), [(Int8KV(group_size=32), Q.Q8_0), (Int4KV(), Q.Q4_1)], ids=str)
 def test_parameters_are_those_of_gguf_and_codes_no_worse(format: IntegerKV, judge: Q) -> None:
     x = keys_like()
     parts = format.encode(x)
@@ -92,23 +99,23 @@ def test_fp8_codes_are_those_of_compressed_tensors_at_its_scale(name: str) -> No
     """Its scale of a whole tensor is the one of ours that belongs to the tensor's largest magnitude."""
     judge = golden("compressed_tensors")
     x = judge[name].float().view(len(judge[name]), 2, -1)  # tokens, heads, channels
-    scale = FP8().scale(float(x.abs().max()))
+    scale = FP8KV().scale(float(x.abs().max()))
     assert scale == judge[f"fp8-tensor-{name}.scale"].item()
-    parts = FP8().encode(x, scale)
+    parts = FP8KV().encode(x, scale)
     theirs = judge[f"fp8-tensor-{name}.codes"].view(torch.uint8).view(parts["codes"].shape)
     zeros = (parts["codes"] & 127 == 0) & (theirs & 127 == 0)
     assert bool(((parts["codes"] == theirs) | zeros).all())
     exact = theirs.view(torch.float8_e4m3fn).double() * scale
-    assert torch.allclose(FP8().decode(parts, scale).double(), exact, rtol=1e-6, atol=0)
+    assert torch.allclose(FP8KV().decode(parts, scale).double(), exact, rtol=1e-6, atol=0)
 
 
 @pytest.mark.trap(30)
 def test_the_fp8_scale_is_amax_over_448() -> None:
-    assert FP8().scale(448.0) == 1.0
-    assert FP8().scale(896.0) == 2.0
-    assert FP8().scale(3.0) == float(np.float32(3) / np.float32(448))
+    assert FP8KV().scale(448.0) == 1.0
+    assert FP8KV().scale(896.0) == 2.0
+    assert FP8KV().scale(3.0) == float(np.float32(3) / np.float32(448))
     x = torch.tensor([-3.0, 3.0, 1.5, 30.0, -1000.0]).view(1, 1, 5)
-    decoded = FP8().decode(FP8().encode(x, FP8().scale(3.0)), FP8().scale(3.0))
+    decoded = FP8KV().decode(FP8KV().encode(x, FP8KV().scale(3.0)), FP8KV().scale(3.0))
     assert decoded.flatten().tolist() == pytest.approx([-3.0, 3.0, 1.5, 3.0, -3.0])  # beyond amax: saturated
 
 
@@ -116,17 +123,17 @@ def test_the_fp8_scale_is_amax_over_448() -> None:
 @pytest.mark.parametrize("amax", [0.0, float("nan"), float("inf"), float("-inf")])
 def test_no_scale_is_made_up(amax: float) -> None:
     with pytest.raises(QbenchError, match="needs a finite one above 0"):
-        FP8().scale(amax)
+        FP8KV().scale(amax)
 
 
 @pytest.mark.trap(30)
 def test_fp8_is_refused_without_a_scale_for_each_layer() -> None:
     with pytest.raises(QbenchError, match="fp8: 0 of 3 layers have calibrated scales"):
-        KVCache(FP8()).check(num_layers=3, head_dim=64)
+        KVCache(FP8KV()).check(num_layers=3, head_dim=64)
     with pytest.raises(QbenchError, match="fp8: 2 of 3 layers"):
-        KVCache(FP8(), ((1.0, 2.0),) * 2).check(num_layers=3, head_dim=64)
-    KVCache(FP8(), ((1.0, 2.0),) * 3).check(num_layers=3, head_dim=64)
-    KVCache(Int8()).check(num_layers=3, head_dim=64)
+        KVCache(FP8KV(), ((1.0, 2.0),) * 2).check(num_layers=3, head_dim=64)
+    KVCache(FP8KV(), ((1.0, 2.0),) * 3).check(num_layers=3, head_dim=64)
+    KVCache(Int8KV()).check(num_layers=3, head_dim=64)
 
 
 @pytest.mark.trap(27)
@@ -172,21 +179,21 @@ def test_values_of_16_bits_are_rounded_as_their_float32(format: KVFormat) -> Non
 
 def test_bytes_of_a_token() -> None:
     values = 2 * 3 * 64  # keys and values, heads, channels
-    assert FP8().token_bytes(3, 64) == values
-    assert Int8().token_bytes(3, 64) == values + 2 * 3 * 2  # a scale a head
-    assert Int4().token_bytes(3, 64) == values // 2 + 2 * 3 * 2 * 4  # two groups a head, scale and minimum
-    assert Int4(group_size=64, symmetric=True).token_bytes(3, 64) == values // 2 + 2 * 3 * 2
+    assert FP8KV().token_bytes(3, 64) == values
+    assert Int8KV().token_bytes(3, 64) == values + 2 * 3 * 2  # a scale a head
+    assert Int4KV().token_bytes(3, 64) == values // 2 + 2 * 3 * 2 * 4  # two groups a head, scale and minimum
+    assert Int4KV(group_size=64, symmetric=True).token_bytes(3, 64) == values // 2 + 2 * 3 * 2
 
 
 def test_groups_that_do_not_divide_the_head_are_refused() -> None:
     with pytest.raises(QbenchError, match="int4: group_size is 32, heads have 80 channels; allowed: 2, 4, 5, 8, 10,"):
-        Int4().check(80)
+        Int4KV().check(80)
     with pytest.raises(QbenchError, match="int8: group_size is 64, heads have 32 channels"):
-        Int8(group_size=64).check(32)
+        Int8KV(group_size=64).check(32)
     with pytest.raises(QbenchError, match="int8: group_size is 0; allowed: 2 or more"):
         kv_format_from_dict({"name": "int8", "group_size": 0})
-    Int8().check(80)
-    FP8().check(80)
+    Int8KV().check(80)
+    FP8KV().check(80)
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=repr)

@@ -91,4 +91,23 @@ def test_groups_must_divide_the_rows(tiny_llama: Path) -> None:
     with pytest.raises(QbenchError, match=r"groups of 128 do not divide rows of 64, 128\. Allowed here: 16, 32, 64\."):
         check(asked, open_model(tiny_llama), machine=False)
     check_widths(read_choice({"library": "gptqmodel", "group_size": -1}), {60})  # the whole row
+    with pytest.raises(QbenchError, match=r"gptqmodel awq: group_size is -1; allowed: 1 or more\."):
+        read_choice({"library": "gptqmodel", "method": "awq", "group_size": -1})  # its packing cannot
     check_widths(read_choice({"library": "bitsandbytes", "blocksize": 128}), {60})  # blocks of the flattened weight
+
+
+@pytest.mark.parametrize(
+    ("asked", "calibrates"),
+    [
+        ("gptqmodel", True),
+        ("bitsandbytes", False),
+        ("auto-round", True),
+        ({"library": "auto-round", "method": "rtn"}, False),
+        ({"library": "llmcompressor", "method": "rounding"}, False),
+        ({"library": "llmcompressor", "method": "rounding", "scheme": "NVFP4"}, True),  # static scales of inputs
+        ({"library": "modelopt", "method": "int4_awq"}, True),
+        ({"library": "modelopt", "method": "nvfp4_weight_only"}, False),
+    ],
+)
+def test_what_comes_from_weights_alone_is_known(asked: Any, calibrates: bool) -> None:
+    assert read_choice(asked).calibrates is calibrates

@@ -11,7 +11,7 @@ import torch
 from transformers import DynamicCache, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from qbench.errors import QbenchError
-from qbench.formats.kv_cache import FP8, Int4, Int8, IntegerKV, KVCache, KVFormat
+from qbench.formats.kv_cache import FP8KV, Int4KV, Int8KV, IntegerKV, KVCache, KVFormat
 from qbench.kernels import dispatch
 from qbench.models.source import open_model
 from qbench.runtime import placement
@@ -28,11 +28,11 @@ from tests.runtime.test_decoder import TINY
 CPU = torch.device("cpu")
 SCALES = ((0.01, 0.004), (0.02, 0.005), (0.015, 0.006))
 CACHES = [
-    KVCache(FP8(), SCALES[:2]),
-    KVCache(Int8()),
-    KVCache(Int8(symmetric=False)),
-    KVCache(Int4(group_size=8)),
-    KVCache(Int4(group_size=8, symmetric=True)),
+    KVCache(FP8KV(), SCALES[:2]),
+    KVCache(Int8KV()),
+    KVCache(Int8KV(symmetric=False)),
+    KVCache(Int4KV(group_size=8)),
+    KVCache(Int4KV(group_size=8, symmetric=True)),
 ]
 CONFIGS: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**TINY, head_dim=8),
@@ -44,7 +44,7 @@ CONFIGS: dict[str, PretrainedConfig] = {
 
 def rounded(x: torch.Tensor, format: KVFormat, scale: float | None) -> torch.Tensor:
     """What `x` ``[..., head_dim]`` is after it was stored, in float64 and in other words than the format's own."""
-    if isinstance(format, FP8):
+    if isinstance(format, FP8KV):
         assert scale is not None
         units = (x.double() / scale).clamp(-448, 448).numpy()
         exponent = np.floor(np.log2(np.maximum(np.abs(units), 2.0**-6)))
@@ -150,7 +150,7 @@ def test_smaller_tokens_make_more_blocks_in_the_same_memory(tiny_llama: Path, mo
     )
     architecture = Architecture.from_config(source.config)
     plain = default_num_blocks(source, CPU, torch.float32, settings)
-    source.kv_cache = KVCache(Int8())
+    source.kv_cache = KVCache(Int8KV())
     more = default_num_blocks(source, CPU, torch.float32, settings)
     ratio = token_bytes(architecture, torch.float32, None) / token_bytes(architecture, torch.float32, source.kv_cache)
     assert ratio == 64 / 18  # 16 channels in float32; in int8 with a scale
@@ -160,14 +160,14 @@ def test_smaller_tokens_make_more_blocks_in_the_same_memory(tiny_llama: Path, mo
 @pytest.mark.trap(30)
 def test_fp8_without_calibrated_scales_is_refused() -> None:
     source = source_of(random_model(LlamaConfig(**TINY)))
-    source.kv_cache = KVCache(FP8())
+    source.kv_cache = KVCache(FP8KV())
     with pytest.raises(QbenchError, match="fp8: 0 of 2 layers have calibrated scales"):
         make_runner(source)
 
 
 def test_heads_that_the_groups_do_not_divide_are_refused() -> None:
     source = source_of(random_model(LlamaConfig(**TINY)))
-    source.kv_cache = KVCache(Int4())
+    source.kv_cache = KVCache(Int4KV())
     with pytest.raises(QbenchError, match="int4: group_size is 32, heads have 8 channels"):
         make_runner(source)
 
@@ -175,7 +175,7 @@ def test_heads_that_the_groups_do_not_divide_are_refused() -> None:
 @pytest.mark.trap(51)
 @pytest.mark.trap(52)
 @pytest.mark.filterwarnings("ignore:The key-value cache")
-@pytest.mark.parametrize("kv_cache", [KVCache(FP8(), SCALES), KVCache(Int4(group_size=8))], ids=str)
+@pytest.mark.parametrize("kv_cache", [KVCache(FP8KV(), SCALES), KVCache(Int4KV(group_size=8))], ids=str)
 def test_greedy_tokens_are_the_same_alone_in_a_batch_preempted_and_from_the_prefix_cache(
     tiny_llama: Path, kv_cache: KVCache
 ) -> None:
