@@ -17,6 +17,7 @@ import torch
 from qbench.calibration.data import SELF_GENERATED
 from qbench.compress.held import AT_ONCE as AT_ONCE_HELD
 from qbench.compress.held import HELD_BYTES
+from qbench.compress.smoothing import SEARCH_TOKENS
 from qbench.formats.size import stored_bytes
 from qbench.models.source import ModelSource, TensorInfo
 from qbench.models.structure import layer_index
@@ -163,7 +164,7 @@ class Estimator:
         if any(scheme.solver.blockwise for scheme in schemes.values()):
             return PROCESS_BYTES + 8 * largest + head + hessians + 4 * hidden + 4 * activations
         held = min(HELD_BYTES, self._calibration_tokens() * (AT_ONCE_HELD * self.hidden_size + widest) * FLOAT32)
-        if not any(scheme.uses_statistics for scheme in schemes.values()):
+        if not any(scheme.sequential for scheme in schemes.values()):
             held = 0
         return PROCESS_BYTES + 2 * largest + head + hessians + 2 * hidden + activations + held
 
@@ -187,6 +188,9 @@ class Estimator:
         ]
         solve = sum(2 * rows * width**2 + 4 * width**3 for rows, width in factored)
         learn = sum(self._learning(self.shapes[name], scheme.solver) for name, scheme in schemes.items())
+        for name, scheme in schemes.items():
+            if scheme.transform is not None:
+                learn += scheme.transform.candidates * math.prod(self.shapes[name]) * (2 * SEARCH_TOKENS + ROUNDING)
         return self._seconds(forward + learn, "forward") + self._seconds(solve, "solve")
 
     def _learning(self, shape: tuple[int, int], solver: Solver) -> float:

@@ -31,6 +31,11 @@ class Scheme:
         return self.solver.uses_hessian or (self.prune is not None and self.prune.uses_inputs)
 
     @property
+    def sequential(self) -> bool:
+        """Whether its inputs, as solved modules before it make them, decide its codes or a static scale of inputs."""
+        return self.uses_statistics or (self.activation is not None and self.activation.static)
+
+    @property
     def weighs_importance(self) -> bool:
         """Whether errors count by the importance of their input column, which an importance matrix may give."""
         return bool(getattr(self.solver, "importance", False))

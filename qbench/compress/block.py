@@ -73,10 +73,7 @@ class BlockCompression:
         quantized: dict[str, QuantizedTensor] = {}
         reports = []
         leaders = [self.linears[group[0]] for group in groups]
-        sequential = any(
-            scheme.uses_statistics or (scheme.activation is not None and scheme.activation.static)
-            for scheme in self.schemes.values()
-        )
+        sequential = any(scheme.sequential for scheme in self.schemes.values())
         if sequential and HeldPasses.fit(passes, leaders):
             self.held = HeldPasses(passes, leaders)
         source = self.held or passes

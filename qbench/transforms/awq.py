@@ -31,6 +31,7 @@ else:
 SMALLEST = 1e-4
 CLIP_STEPS = 20
 MAX_SHRINK = 0.5  # the range is never narrowed to less than this
+CLIP_RANGES = int(CLIP_STEPS * (1 - MAX_SHRINK))
 NOT_CLIPPED = ("q_", "k_", "qkv", "query", "key", "Wqkv")
 
 
@@ -49,12 +50,19 @@ class AWQ(Transform):
         if self.grid < 1:
             raise QbenchError(f"transform awq: grid is {self.grid}; allowed: 1 or more.")
 
+    @property
+    def candidates(self) -> int:
+        return 1 + len(self._forms) * (self.grid - 1) + (CLIP_RANGES if self.clip else 0)
+
+    @property
+    def _forms(self) -> list[str]:
+        return ["activation", "duo"] if self.form == "both" else [self.form]
+
     def choose(self, readers: Readers) -> Choice | None:
         unscaled = Choice(torch.ones_like(readers.mean_abs), {"form": "none", "ratio": 0.0})
-        forms = ["activation", "duo"] if self.form == "both" else [self.form]
         weight_mean = _relative_mean(readers.weights, readers.block_size)
         candidates = [unscaled]
-        for form in forms:
+        for form in self._forms:
             for ratio in (i / self.grid for i in range(1, self.grid)):
                 scales = readers.mean_abs**ratio
                 if form == "duo":
@@ -83,7 +91,7 @@ def clip_search(weight: torch.Tensor, format: Format, inputs: torch.Tensor) -> L
         low, high = (torch.stack([extreme(part, 1) for part in parts], 1) for extreme in (torch.amin, torch.amax))
     least = torch.full_like(high, torch.inf)
     kept = torch.ones_like(high)
-    for step in range(int(CLIP_STEPS * (1 - MAX_SHRINK))):
+    for step in range(CLIP_RANGES):
         shrink = 1 - step / CLIP_STEPS
         difference = weight - format.quantize(clamped(weight, (low * shrink, high * shrink), size)).dequantize()
         error = torch.stack(

@@ -69,6 +69,11 @@ class Transform(ABC):
     name: ClassVar[str]
     divides_linears: ClassVar[bool]  # whether channels made by a linear are scaled too, or only those of a norm
 
+    @property
+    @abstractmethod
+    def candidates(self) -> int:
+        """How many times a linear's weight is rounded to compare its error."""
+
     @abstractmethod
     def choose(self, readers: Readers) -> Choice | None:
         """Scales for one group, usable ones; None when there are none."""

@@ -32,11 +32,18 @@ class SmoothQuant(Transform):
         if self.alpha != "search" and not 0 <= self.alpha <= 1:
             raise QbenchError(f"transform smoothquant: alpha is {self.alpha}; allowed: 0 to 1, or search.")
 
+    @property
+    def candidates(self) -> int:
+        return len(self._alphas)
+
+    @property
+    def _alphas(self) -> list[float]:
+        return SEARCHED if self.alpha == "search" else [self.alpha]
+
     def choose(self, readers: Readers) -> Choice | None:
-        alphas = SEARCHED if self.alpha == "search" else [self.alpha]
         largest = torch.stack([weight.abs().amax(0) for weight in readers.weights]).amax(0).clamp(min=SMALLEST)
         act = readers.max_abs.clamp(min=SMALLEST)
         return best(
             readers,
-            [Choice((act**a / largest ** (1 - a)).clamp(min=SMALLEST), {"alpha": a}) for a in alphas],
+            [Choice((act**a / largest ** (1 - a)).clamp(min=SMALLEST), {"alpha": a}) for a in self._alphas],
         )
