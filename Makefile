@@ -42,7 +42,7 @@ demo: $(VENV)/.installed ## install, fetch the default model and its data, run r
 
 test: $(VENV)/.installed $(ORACLES)/.installed $(PEERS)/.installed ## run all tests, those judged by other tools included
 	QBENCH_ORACLES_PYTHON=$(abspath $(ORACLES))/bin/python \
-	$(foreach library,AUTO_ROUND BITSANDBYTES LLMCOMPRESSOR MODELOPT,QBENCH_PEER_PYTHON_$(library)=$(abspath $(PEERS))/bin/python) \
+	$(foreach library,AUTO_ROUND BITSANDBYTES HQQ LLMCOMPRESSOR MODELOPT,QBENCH_PEER_PYTHON_$(library)=$(abspath $(PEERS))/bin/python) \
 	$(BIN)/python -m pytest -m "not gpu"
 
 check: $(VENV)/.installed ## lint, format check and types

@@ -39,8 +39,8 @@ class Choice:
     @property
     def nominal_bits(self) -> float:
         """Bits of a code, as the options, the scheme or the method name them."""
-        named = self.options.get("bits") or self.options.get("w_bit") or self.options.get("scheme") or self.method
-        found = re.search(r"\d", str(named))
+        named = next((self.options[key] for key in ("bits", "nbits", "w_bit", "scheme") if self.options.get(key)), None)
+        found = re.search(r"\d", str(named or self.method))
         assert found is not None, named
         return float(found[0])
 

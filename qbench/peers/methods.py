@@ -173,6 +173,16 @@ class AutoAWQ:
 
 
 @dataclass(frozen=True)
+class HQQ:
+    """``hqq.core.quantize.Quantizer.quantize`` along the row."""
+
+    calibrates: ClassVar[bool] = False
+
+    nbits: Literal[2, 3, 4, 8] = 4
+    group_size: int = 64
+
+
+@dataclass(frozen=True)
 class Library:
     """A library: the package it comes in, the module that runs it, and its methods; the first is the default."""
 
@@ -236,6 +246,7 @@ AUTOAWQ = _library(
     {"awq": "AutoAWQ"},
     install="pip install autoawq in an environment of its own: it is archived",
 )
+HQQ_LIBRARY = _library("hqq", "hqq", {"hqq": "HQQ"})
 
 PEERS = Registry(
     "library",
@@ -246,5 +257,6 @@ PEERS = Registry(
         "auto-round": f"{Library.PATH}:AUTO_ROUND",
         "llmcompressor": f"{Library.PATH}:LLMCOMPRESSOR",
         "bitsandbytes": f"{Library.PATH}:BITSANDBYTES",
+        "hqq": f"{Library.PATH}:HQQ_LIBRARY",
     },
 )

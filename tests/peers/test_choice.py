@@ -101,6 +101,7 @@ def test_groups_must_divide_the_rows(tiny_llama: Path) -> None:
     [
         ("gptqmodel", True),
         ("bitsandbytes", False),
+        ("hqq", False),
         ("auto-round", True),
         ({"library": "auto-round", "method": "rtn"}, False),
         ({"library": "llmcompressor", "method": "rounding"}, False),

@@ -32,6 +32,7 @@ CASES: list[tuple[dict[str, Any], float, float, int, str | None]] = [
     ({"library": "auto-round", "group_size": GROUP, "iters": 5}, 4.5, 0.16, 16, None),
     ({"library": "bitsandbytes", "method": "nf4"}, 4.5, 0.11, 16, None),
     ({"library": "bitsandbytes", "method": "llm-int8"}, 8.23, 0.01, 256, "llm-int8"),
+    ({"library": "hqq", "group_size": GROUP}, 5.0, 0.11, 16, None),
     ({"library": "modelopt", "method": "int4_blockwise_weight_only", "block_size": GROUP}, 5.0, 0.11, 16, None),
     ({"library": "modelopt", "method": "fp8"}, 8.01, 0.03, 256, "fp8"),
     ({"library": "modelopt", "method": "nvfp4_weight_only"}, 4.51, 0.11, GROUP, None),
