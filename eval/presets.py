@@ -1,7 +1,8 @@
 """Measures every preset on the default model and writes the table in recipes/README.md: ``python eval/presets.py RUN``.
 
 RUN is the run's folder; what it already holds is not measured again. ``--set KEY=VALUE`` changes the recipe, as in
-``qbench run``. The table stands between two comments in the README and is replaced whole.
+``qbench run``; ``--leave-out PRESET`` spares one that takes too long. The table stands between two comments in the
+README and is replaced whole.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ COLUMNS = {"bits_per_weight": "{:.2f}", "perplexity": "{:.2f}", "kl_mean": "{:.4
 HEADINGS = ("preset", "bits / weight", "perplexity", "KL (nats)", "seconds to compress")
 
 
-def recipe() -> dict[str, object]:
+def recipe(left_out: list[str]) -> dict[str, object]:
     """One variant a preset, as it is."""
-    variants = {name: {"preset": name} for name in PRESETS}
+    variants = {name: {"preset": name} for name in PRESETS if name not in left_out}
     base = data_dir("recipes") / "models" / "smollm2-135m.yaml"
     return {"name": "presets", "extends": str(base.resolve()), "variants": variants}
 
@@ -46,11 +47,12 @@ def table(rows: list[Result]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, metavar="RUN")
+    parser.add_argument("--leave-out", action="append", default=[], choices=list(PRESETS), metavar="PRESET")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     arguments = parser.parse_args()
     arguments.run.parent.mkdir(parents=True, exist_ok=True)
     file = arguments.run.parent / "presets.yaml"
-    file.write_text(yaml.safe_dump(recipe(), sort_keys=False), encoding="utf-8")
+    file.write_text(yaml.safe_dump(recipe(arguments.leave_out), sort_keys=False), encoding="utf-8")
     changes = [word for change in arguments.set for word in ("--set", change)]
     subprocess.run(
         [sys.executable, "-m", "qbench", "run", str(file), "--out", str(arguments.run), *changes], check=True
