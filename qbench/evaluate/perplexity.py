@@ -14,7 +14,6 @@ from qbench.errors import QbenchError
 from qbench.evaluate.windows import Window
 
 Measured = tuple[str, float, dict[str, Any]]  # metric, value, detail: the input of `result.make_results`
-CHUNK_BYTES = 32 * 2**20  # of one float64 [positions, vocab] array; a few of these live at a time
 
 
 class ScoringEngine(Protocol):
@@ -87,6 +86,6 @@ def summarize_nll(window_nlls: Sequence[Tensor]) -> Perplexity:
     )
 
 
-def chunk_rows(vocab_size: int) -> int:
-    """Positions whose float64 logits fit in `CHUNK_BYTES`."""
-    return max(1, CHUNK_BYTES // (8 * vocab_size))
+def chunk_rows(vocab_size: int, nbytes: int) -> int:
+    """Positions whose float64 logits fit in `nbytes`."""
+    return max(1, nbytes // (8 * vocab_size))

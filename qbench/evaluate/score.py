@@ -27,6 +27,9 @@ from qbench.evaluate.perplexity import (
 )
 from qbench.evaluate.windows import Window
 
+CHUNK_BYTES = 32 * 2**20  # of one float64 [positions, vocab] array; a few of these live at a time
+CACHE_BYTES = 4 * 2**20  # of one float64 [positions, vocab] array that a processor compares near its cores
+
 
 @dataclass(frozen=True)
 class Scores:
@@ -55,23 +58,28 @@ def score(engine: ScoringEngine, windows: Sequence[Window], reference: Reference
     for index, (window, hidden) in enumerate(zip(windows, scored_hidden(engine, windows), strict=True)):
         targets = torch.tensor(window.token_ids[window.num_context :], device=hidden.device)
         if not nlls:
-            rows = chunk_rows(engine.logits(hidden[:1]).shape[1])
+            vocab_size = engine.logits(hidden[:1]).shape[1]
+            rows = chunk_rows(vocab_size, CHUNK_BYTES)
+            near = chunk_rows(vocab_size, CACHE_BYTES) if hidden.device.type == "cpu" else rows
             reference = reference.to(hidden.device) if reference else None
         window_nlls = []
         for start in range(0, len(hidden), rows):
             stop = min(start + rows, len(hidden))
-            found = log_probabilities(engine.logits(hidden[start:stop]), index, window.num_context + start)
-            window_nlls.append(-found.gather(1, targets[start:stop, None])[:, 0].cpu())
-            if reference is None:
-                continue
-            logits = reference.logits(offset + start, offset + stop)
-            expected = log_probabilities(logits, index, window.num_context + start)
-            num_ids = min(reference.vocab_size, expected.shape[1], found.shape[1])
-            expected, found = shared_ids(expected, num_ids), shared_ids(found, num_ids)
-            confidence, first = expected.max(1)
-            kls.append(kl_divergence(expected, found).cpu())
-            agreements.append((first == found.argmax(1)).cpu())
-            confidences.append(confidence.exp().cpu())
+            logits = engine.logits(hidden[start:stop])
+            expected_logits = reference.logits(offset + start, offset + stop) if reference else None
+            for i in range(0, stop - start, near):
+                position, part = window.num_context + start + i, slice(i, i + near)
+                found = log_probabilities(logits[part], index, position)
+                window_nlls.append(-found.gather(1, targets[start:stop][part, None])[:, 0].cpu())
+                if reference is None or expected_logits is None:
+                    continue
+                expected = log_probabilities(expected_logits[part], index, position)
+                num_ids = min(reference.vocab_size, expected.shape[1], found.shape[1])
+                expected, found = shared_ids(expected, num_ids), shared_ids(found, num_ids)
+                confidence, first = expected.max(1)
+                kls.append(kl_divergence(expected, found).cpu())
+                agreements.append((first == found.argmax(1)).cpu())
+                confidences.append(confidence.exp().cpu())
         nlls.append(torch.cat(window_nlls))
         offset += len(hidden)
     divergence = None

@@ -154,7 +154,8 @@ def test_small_chunks_change_nothing_and_one_pass_is_enough(
     reference = reference_states(engine, TEXT, engine.head, 300)
     whole = score(variant, TEXT, reference)
     before = variant.passes
-    monkeypatch.setattr("qbench.evaluate.perplexity.CHUNK_BYTES", 3 * 8 * 300)
+    monkeypatch.setattr("qbench.evaluate.score.CHUNK_BYTES", 3 * 8 * 300)
+    monkeypatch.setattr("qbench.evaluate.score.CACHE_BYTES", 2 * 8 * 300)
     most = []
     monkeypatch.setattr(variant, "logits", lambda h: most.append(len(h)) or TransformersEngine.logits(variant, h))
     again = score(variant, TEXT, reference)
