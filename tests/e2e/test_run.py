@@ -139,10 +139,12 @@ def test_ctrl_c_while_measuring_is_one_line_and_leaves_no_process(recipe: Path, 
     while child.poll() is None and not job.is_file():
         time.sleep(0.01)
     time.sleep(1)
+    child.send_signal(signal.SIGSTOP)  # however long the second run takes to start, the first is not done
     second = start(recipe, out)
     assert "another run is writing here" in second.communicate()[1]
     assert second.returncode == 2
     child.send_signal(signal.SIGINT)
+    child.send_signal(signal.SIGCONT)
     _, stderr = child.communicate(timeout=30)
     assert child.returncode == 130
     assert stderr.strip() == "Interrupted. What was finished is kept: the same command goes on from there."
