@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
@@ -23,7 +24,7 @@ COLUMNS = {"bits_per_weight": "{:.2f}", "perplexity": "{:.2f}", "kl_mean": "{:.4
 HEADINGS = ("preset", "bits / weight", "perplexity", "KL (nats)", "seconds to compress")
 
 
-def recipe(left_out: list[str]) -> dict[str, object]:
+def recipe(left_out: Sequence[str] = ()) -> dict[str, object]:
     """One variant a preset, as it is."""
     variants = {name: {"preset": name} for name in PRESETS if name not in left_out}
     base = data_dir("recipes") / "models" / "smollm2-135m.yaml"
