@@ -49,7 +49,18 @@ def recipe(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Path:
 
 def start(recipe: Path, out: Path, *more: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "qbench", "run", str(recipe), "--out", str(out), "--json", *more]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=_hear_interrupts,
+    )
+
+
+def _hear_interrupts() -> None:
+    """A shell lets what it starts in the background ignore SIGINT, and children of it too."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def finish(child: subprocess.Popen[str]) -> dict[str, object]:
