@@ -34,10 +34,10 @@ class Activations:
         if activation is None or (activation.static and largest is None):
             return
         scale = self._scale(name, activation)
+        how = (activation, None if scale is None else float(scale))
 
         def rounded(_: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
             inputs = args[0]
-            how = (activation, None if scale is None else float(scale))
             if self._last is None or self._last[0] is not inputs or self._last[1] != how:
                 result = activation.round(inputs.detach().reshape(-1, inputs.shape[-1]), scale).view_as(inputs)
                 if inputs.requires_grad:  # gradients pass as if nothing had been rounded

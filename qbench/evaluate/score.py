@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from qbench.errors import QbenchError
 from qbench.evaluate.divergence import (
@@ -27,8 +28,8 @@ from qbench.evaluate.perplexity import (
 )
 from qbench.evaluate.windows import Window
 
-CHUNK_BYTES = 32 * 2**20  # of one float64 [positions, vocab] array; a few of these live at a time
-CACHE_BYTES = 4 * 2**20  # of one float64 [positions, vocab] array that a processor compares near its cores
+CHUNK_BYTES = 32 * 2**20  # of the float64 [positions, vocab] logits that are made at once
+CACHE_BYTES = 4 * 2**20  # of those that a processor compares at once, so that they stay near its cores
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def score(engine: ScoringEngine, windows: Sequence[Window], reference: Reference
     """
     if reference is not None and reference.windows_hash != windows_hash(windows):
         raise QbenchError("evaluate: the stored reference states belong to other windows than the ones to be scored.")
-    nlls: list[torch.Tensor] = []  # one tensor a window
+    nlls: list[Tensor] = []  # one tensor a window
     kls, agreements, confidences = [], [], []  # one tensor a chunk
     offset = 0  # of the window's first scored position among all
     for index, (window, hidden) in enumerate(zip(windows, scored_hidden(engine, windows), strict=True)):
@@ -63,26 +64,34 @@ def score(engine: ScoringEngine, windows: Sequence[Window], reference: Reference
             near = chunk_rows(vocab_size, CACHE_BYTES) if hidden.device.type == "cpu" else rows
             reference = reference.to(hidden.device) if reference else None
         window_nlls = []
-        for start in range(0, len(hidden), rows):
-            stop = min(start + rows, len(hidden))
-            logits = engine.logits(hidden[start:stop])
-            expected_logits = reference.logits(offset + start, offset + stop) if reference else None
-            for i in range(0, stop - start, near):
-                position, part = window.num_context + start + i, slice(i, i + near)
-                found = log_probabilities(logits[part], index, position)
-                window_nlls.append(-found.gather(1, targets[start:stop][part, None])[:, 0].cpu())
-                if reference is None or expected_logits is None:
-                    continue
-                expected = log_probabilities(expected_logits[part], index, position)
-                num_ids = min(reference.vocab_size, expected.shape[1], found.shape[1])
-                expected, found = shared_ids(expected, num_ids), shared_ids(found, num_ids)
-                confidence, first = expected.max(1)
-                kls.append(kl_divergence(expected, found).cpu())
-                agreements.append((first == found.argmax(1)).cpu())
-                confidences.append(confidence.exp().cpu())
+        for start, logits, expected_logits in _logits(engine, hidden, reference, offset, rows, near):
+            found = log_probabilities(logits, index, window.num_context + start)
+            window_nlls.append(-found.gather(1, targets[start : start + len(found), None])[:, 0].cpu())
+            if reference is None or expected_logits is None:
+                continue
+            expected = log_probabilities(expected_logits, index, window.num_context + start)
+            num_ids = min(reference.vocab_size, expected.shape[1], found.shape[1])
+            expected, found = shared_ids(expected, num_ids), shared_ids(found, num_ids)
+            confidence, first = expected.max(1)
+            kls.append(kl_divergence(expected, found).cpu())
+            agreements.append((first == found.argmax(1)).cpu())
+            confidences.append(confidence.exp().cpu())
         nlls.append(torch.cat(window_nlls))
         offset += len(hidden)
     divergence = None
     if reference is not None:
         divergence = summarize_divergence(torch.cat(kls), torch.cat(agreements), torch.cat(confidences))
     return Scores(summarize_nll(nlls), divergence)
+
+
+def _logits(
+    engine: ScoringEngine, hidden: Tensor, reference: ReferenceStates | None, offset: int, rows: int, near: int
+) -> Iterator[tuple[int, Tensor, Tensor | None]]:
+    """The logits of `hidden` and of the reference at the same positions, made `rows` at a time and given `near` at a
+    time, each with its first position. `offset` is where `hidden` begins among the reference's."""
+    for start in range(0, len(hidden), rows):
+        stop = min(start + rows, len(hidden))
+        found = engine.logits(hidden[start:stop])
+        expected = reference.logits(offset + start, offset + stop) if reference else None
+        for i in range(0, stop - start, near):
+            yield start + i, found[i : i + near], None if expected is None else expected[i : i + near]
