@@ -68,8 +68,8 @@ METRICS = {
     ),
     "calibration_tokens": Metric("tokens", "process", "tokens that statistics were taken from"),
     "expert_tokens": Metric("tokens", "process", "calibration tokens that reached an expert; detail: layer, module"),
-    "solver_fallbacks": Metric("layers", "process", "layers that fell back to plain rounding"),
-    "transforms_skipped": Metric("layers", "process", "layers whose inputs a transform could not scale"),
+    "solver_fallbacks": Metric("layers", "process", "layers that were not solved as asked; detail: reason"),
+    "transforms_skipped": Metric("layers", "process", "layers whose inputs a transform did not scale; detail: reason"),
     "solver_damping": Metric("fraction", "process", "largest damping a layer needed; detail: module"),
 }
 

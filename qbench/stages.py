@@ -11,6 +11,7 @@ A stage whose key is unchanged is not run again: changing only `evaluate` in a r
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -246,8 +247,8 @@ def _compression_rows(
         ("compress_seconds", seconds, {}),
         ("bits_per_weight", bits, {}),
         ("calibration_tokens", max(layer.tokens for layer in layers), {}),
-        ("solver_fallbacks", sum(layer.fallback is not None for layer in layers), {}),
-        ("transforms_skipped", sum("skipped" in (layer.transform or {}) for layer in layers), {}),
+        *_counted("solver_fallbacks", [layer.fallback for layer in layers]),
+        *_counted("transforms_skipped", [(layer.transform or {}).get("skipped") for layer in layers]),
     ]
     if pruned := {layer.module: layer.sparsity for layer in layers if layer.sparsity is not None}:
         zeros = sum(share * weights[module] for module, share in pruned.items())
@@ -262,6 +263,12 @@ def _compression_rows(
         if layer.relative_error is not None
     ]
     return rows
+
+
+def _counted(metric: str, reasons: list[str | None]) -> list[tuple[str, float, dict[str, Any]]]:
+    """How many layers have a reason, in all and for each."""
+    counts = Counter(reason for reason in reasons if reason is not None)
+    return [(metric, counts.total(), {}), *((metric, count, {"reason": reason}) for reason, count in counts.items())]
 
 
 def _expert_rows(layers: list[LayerReport]) -> list[tuple[str, float, dict[str, Any]]]:

@@ -16,16 +16,17 @@ from qbench.estimate import Estimate, Estimator, machine_speed
 from qbench.export.gguf import check_tokenizer
 from qbench.export.layouts import CHECKS
 from qbench.models.source import ModelSource
-from qbench.models.structure import block_count, head_dim, layer_index, linear_names, match
+from qbench.models.structure import block_count, head_dim, layer_index, linear_names
 from qbench.peers.choice import check_widths
 from qbench.recipe import Recipe, Variant
-from qbench.registry import nearest
 from qbench.resolve import module_shapes, replaced, resolve
 from qbench.runtime.placement import choose_device
 from qbench.scheme import Scheme
 from qbench.solvers.base import zero_refusal
 from qbench.transforms.hadamard import Rotated
+from qbench.validate_code import check_code
 from qbench.validate_data import check_importance, check_rows, seen_before
+from qbench.validate_patterns import check_patterns
 
 GIB = 2**30
 
@@ -108,7 +109,7 @@ def check(
     schemes: dict[str, dict[str, Scheme]] = {}
     for name in recipe.chosen(only):
         variant = recipe.variants[name]
-        unmatched, ignored = _check_patterns(name, variant, source)
+        unmatched, ignored = check_patterns(name, variant, source)
         wrong += unmatched
         warnings += ignored
         schemes[name] = resolve(variant, source)
@@ -134,6 +135,8 @@ def check(
             except QbenchError as error:
                 wrong.append(f"variants.{name}.{error}")
     if not wrong:
+        wrong = check_code(source, dict.fromkeys(module for found in schemes.values() for module in found))
+    if not wrong:
         speed = machine_speed(choose_device(recipe.model.device))
         estimates = {"reference": Estimator(recipe, source, speed).reference()}
         for name, found in schemes.items():
@@ -158,7 +161,12 @@ def _check_model(recipe: Recipe, source: ModelSource) -> tuple[list[str], list[s
             f"The source's weights lie on the {source.grid} grid, which flatters formats like it; "
             "set model.off_grid to compare formats fairly."
         )
-    held = {layer_index(name) for name in source.tensors}
+    held = {index for name in source.tensors if (index := layer_index(name)) is not None}
+    if beyond := sorted(index for index in held if index >= block_count(source.config)):
+        warnings.append(
+            f"config.json says {block_count(source.config)} blocks; {len(beyond)} more are stored, from block "
+            f"{beyond[0]} on (heads that predict further tokens are such), and are left out."
+        )
     absent = [index for index in range(block_count(source.config)) if index not in held]
     if absent:
         depth = block_count(source.config)
@@ -179,26 +187,6 @@ def _check_model(recipe: Recipe, source: ModelSource) -> tuple[list[str], list[s
     return wrong, warnings
 
 
-def _check_patterns(name: str, variant: Variant, source: ModelSource) -> tuple[list[str], list[str]]:
-    """Rules that match no module, which are refused, and ignores that match none, which are warned about."""
-    modules = list(module_shapes(source))
-
-    def unmatched(pattern: str) -> bool:
-        return not any(match(pattern, module) for module in modules)
-
-    wrong = [
-        f"variants.{name}.rules[{index}].match: {rule.match!r} matches no module. {_closest(rule.match, modules)}"
-        for index, rule in enumerate(variant.rules)
-        if unmatched(rule.match)
-    ]
-    warnings = [
-        f"variants.{name}.ignore[{index}]: {pattern!r} matches no module and has no effect."
-        for index, pattern in enumerate(variant.ignore)
-        if unmatched(pattern)
-    ]
-    return wrong, warnings
-
-
 def _check_peer(name: str, variant: Variant, source: ModelSource, machine: bool) -> list[str]:
     """Whether another library can make the variant: it is installed, and its groups divide the model's rows."""
     if (choice := variant.choice) is None:
@@ -214,12 +202,6 @@ def _check_peer(name: str, variant: Variant, source: ModelSource, machine: bool)
     except QbenchError as error:
         return [f"variants.{name}.with: {error}"]
     return []
-
-
-def _closest(pattern: str, modules: Iterable[str]) -> str:
-    """A hint that lists each kind of module once: the names without what comes before the layer's own part."""
-    kinds = {module.partition(".layers.")[2].partition(".")[2] or module for module in modules}
-    return nearest(pattern, kinds)
 
 
 def _check_schemes(name: str, schemes: dict[str, Scheme], source: ModelSource) -> list[str]:

@@ -192,7 +192,8 @@ def _architecture(source: ModelSource) -> dict[str, Any]:
     keys = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
     parameters = sum(math.prod(info.shape) for info in source.tensors.values())
     shape = {key.replace("_", " "): config[key] for key in keys if key in config}
-    return {"parameters": f"{parameters / 1e6:,.1f} M", "architecture": config["architectures"][0], **shape}
+    name = (config.get("architectures") or [config["model_type"]])[0]
+    return {"parameters": f"{parameters / 1e6:,.1f} M", "architecture": name, **shape}
 
 
 def _write_json(path: Path, content: dict[str, Any], indent: int | None = 2) -> None:

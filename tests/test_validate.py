@@ -24,6 +24,7 @@ from qbench.presets import PRESETS
 from qbench.recipe import Recipe, load_recipe
 from qbench.resolve import module_shapes, resolve
 from qbench.validate import Plan, check
+from tests.families import make_family
 from tests.tiny import make_tiny_llama
 
 TEXT = "A line of text to calibrate on.\n" * 50
@@ -279,6 +280,49 @@ def test_a_model_that_could_not_be_measured_is_refused(
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | change))
     assert expected in refusal(tmp_path, model, {"x": {"preset": "nf4"}})
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"model_type": None}, "model_type is None, which transformers"),
+        ({"model_type": "llamma"}, "model_type is 'llamma', which transformers"),
+        ({"hidden_act": "swish2"}, "transformers cannot build the model that config.json describes (KeyError"),
+        ({"num_attention_heads": 7}, "transformers cannot build the model that config.json describes ("),
+    ],
+)
+def test_a_model_that_could_not_be_compressed_is_refused(
+    tmp_path: Path, tiny_llama: Path, change: dict[str, Any], expected: str
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny_llama, model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | change))
+    assert expected in refusal(tmp_path, model, {"x": {"preset": "nf4"}}, "evaluate=null", "benchmark=null")
+
+
+def test_what_is_no_linear_in_the_models_code_is_refused(tmp_path: Path) -> None:
+    model = make_family(tmp_path / "model", "mixtral")
+    found = refusal(
+        tmp_path, model, {"x": {"preset": "nf4", "rules": [{"match": "gate"}]}}, "evaluate=null", "benchmark=null"
+    )
+    assert "model.layers.0.block_sparse_moe.gate: a MixtralTopKRouter, not a linear layer" in found
+
+
+def test_blocks_beyond_those_of_the_config_are_warned_about(tmp_path: Path, tiny_llama: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny_llama, model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
+    plan = plan_for(tmp_path, model, {"x": {"preset": "nf4"}}, "evaluate=null", "benchmark=null")
+    assert "config.json says 2 blocks; 1 more are stored, from block 2 on" in " ".join(plan.warnings)
+
+
+def test_rules_and_ignores_that_later_ones_overrule_are_warned_about(tmp_path: Path, tiny_llama: Path) -> None:
+    rules = [{"match": "layers.0.mlp.*"}, {"match": "mlp.*"}, {"match": "layers.0.mlp.up_proj"}]
+    variants = {"x": {"preset": "nf4", "ignore": ["layers.1.mlp.up_proj", "q_proj"], "rules": rules}}
+    told = [line for line in plan_for(tmp_path, tiny_llama, variants).warnings if "no effect" in line]
+    assert [line.split(":")[0] for line in told] == ["variants.x.rules[0]", "variants.x.ignore[0]"]
 
 
 def test_a_model_that_is_only_compressed_need_not_run(tmp_path: Path, tiny_llama: Path) -> None:

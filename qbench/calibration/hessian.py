@@ -8,6 +8,7 @@ import torch
 
 from qbench.errors import QbenchError
 
+TINY = torch.finfo(torch.float32).tiny
 STRIP = 256  # wide enough for matrix products to run at full speed
 
 
@@ -47,6 +48,9 @@ class InputStatistics:
 
 def relative_output_error(weight: torch.Tensor, quantized: torch.Tensor, hessian: torch.Tensor) -> float:
     """``||X (W - Q)^T||_F / ||X W^T||_F`` from the inputs' ``H = mean(x x^T)``; 0 when both are 0."""
+    largest = hessian.diagonal().max().clamp(min=TINY).sqrt()  # weights and inputs of any size stay inside float32
+    scale = weight.abs().max().clamp(min=TINY)
+    weight, quantized = weight / scale / largest, quantized / scale / largest
     difference = weight - quantized
     error = ((difference @ hessian) * difference).sum(dtype=torch.float64).clamp(min=0)
     signal = ((weight @ hessian) * weight).sum(dtype=torch.float64)

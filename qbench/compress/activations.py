@@ -13,6 +13,8 @@ from qbench.errors import QbenchError
 from qbench.formats.activation import INPUT_SCALE, ActivationFormat
 from qbench.formats.base import QuantizedTensor
 
+BORROWED = "no calibration token reached it; its input has the scale of its siblings'"
+
 
 class Activations:
     """The linears of one block whose inputs are rounded: static scales, and hooks that round from then on.
@@ -23,6 +25,7 @@ class Activations:
     def __init__(self, prefix: str, wanted: Mapping[str, ActivationFormat]) -> None:
         self.prefix, self.wanted = prefix, wanted
         self.largest: dict[str, torch.Tensor] = {}
+        self.borrowed: set[str] = set()  # linears whose static scale is their siblings'
         self._hooks: list[Any] = []
         self._last: tuple[torch.Tensor, Any, torch.Tensor] | None = None  # linears that read one tensor: rounded once
 
@@ -77,6 +80,7 @@ class Activations:
                     "has no scale for its input. Allowed: more calibration rows, or a format without a static scale."
                 )
             largest = torch.stack(siblings).max()
+            self.borrowed.add(name)
         try:
             return activation.input_scale(largest)
         except QbenchError as error:

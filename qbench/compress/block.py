@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from qbench.calibration.hessian import InputStatistics
-from qbench.compress.activations import Activations
+from qbench.compress.activations import BORROWED, Activations
 from qbench.compress.held import HeldPasses
 from qbench.compress.learned import Progress, learned
 from qbench.compress.passes import Passes
@@ -38,7 +38,9 @@ class BlockCompression:
             if name.startswith(self.prefix + "."):
                 local = name[len(self.prefix) + 1 :]
                 self.schemes[local] = scheme
-                self.linears[local] = _linear(block, local, name)
+                self.linears[local] = skeleton.linear(name)
+                if not bool(torch.isfinite(self.linears[local].weight).all()):
+                    raise QbenchError(f"{name}: its weight holds NaN or infinite values.")
         wanted = {name: scheme.activation for name, scheme in self.schemes.items() if scheme.activation is not None}
         self.activations = Activations(self.prefix, wanted)
         self.held: HeldPasses | None = None
@@ -111,7 +113,9 @@ class BlockCompression:
                     solver, format = self.schemes[name].solver, self.schemes[name].format
                     if isinstance(solver, SignRound):
                         try:
-                            roundings.setdefault(solver, {})[name] = solver.rounding(weight, format, shared, mask)
+                            rounding = solver.rounding(weight, format, shared, mask)
+                            rounding.decoded()  # refuses what the format cannot hold while its name is known
+                            roundings.setdefault(solver, {})[name] = rounding
                         except QbenchError as refused:
                             raise QbenchError(f"{self.prefix}.{name}: {refused}") from refused
             try:
@@ -156,7 +160,11 @@ class BlockCompression:
         stored = quantized[f"{report.module[len(self.prefix) + 1 :]}.weight"]
         if stored.activation is None:
             return report
-        return replace(report, activation=stored.activation.to_dict(), bits_per_weight=stored.bits_per_weight)
+        activation, bits = stored.activation.to_dict(), stored.bits_per_weight
+        fallback = report.fallback
+        if report.module[len(self.prefix) + 1 :] in self.activations.borrowed:
+            fallback = "; ".join([*([fallback] if fallback else []), BORROWED])
+        return replace(report, activation=activation, bits_per_weight=bits, fallback=fallback)
 
     def _target(self, name: str, smoothed: Smoothed) -> Target:
         limits, detail = smoothed.limits.get(name), smoothed.detail.get(name)
@@ -179,15 +187,3 @@ class BlockCompression:
             return tensor
         changed = self.block.get_parameter(name).data
         return changed if changed.ndim == 1 else changed.to(tensor.dtype)
-
-
-def _linear(block: nn.Module, local: str, name: str) -> nn.Linear:
-    try:
-        module = block.get_submodule(local)
-    except AttributeError:
-        raise QbenchError(f"{name}: the model's code has no such module.") from None
-    if not isinstance(module, nn.Linear):
-        raise QbenchError(f"{name}: a {type(module).__name__}, not a linear layer; it cannot be compressed.")
-    if not bool(torch.isfinite(module.weight).all()):
-        raise QbenchError(f"{name}: its weight holds NaN or infinite values.")
-    return module

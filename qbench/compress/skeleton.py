@@ -42,20 +42,29 @@ class Skeleton:
     """A causal language model whose parameters are on the meta device until `filled`."""
 
     def __init__(self, source: ModelSource, device: torch.device) -> None:
+        import transformers
         from accelerate import init_empty_weights
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
         self.source = source
         self.device = device
         fields = {key: value for key, value in source.config.items() if key != "quantization_config"}
+        if fields.get("model_type") not in CONFIG_MAPPING:
+            raise QbenchError(
+                f"{source.location}: config.json: model_type is {fields.get('model_type')!r}, which transformers "
+                f"{transformers.__version__} does not know."
+            )
         try:
             config = AutoConfig.for_model(**fields)
-        except (KeyError, ValueError) as error:
-            raise QbenchError(f"{source.location}: transformers cannot read its config.json ({error}).") from None
-        config.use_cache = False
-        with init_empty_weights(include_buffers=False):
-            self.model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
-            split_experts(self.model, config.model_type)
+            config.use_cache = False
+            with init_empty_weights(include_buffers=False):
+                self.model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+                split_experts(self.model, config.model_type)
+        except Exception as error:  # whatever a family's own code says to values that it cannot be built with
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            raise QbenchError(
+                f"{source.location}: transformers cannot build the model that config.json describes ({reason})."
+            ) from error
         self.model.eval()
         self.block_prefix, self.blocks = _find_blocks(self.model, config)
         for name, buffer in list(self.model.named_buffers()):
@@ -65,6 +74,16 @@ class Skeleton:
     def block_name(self, index: int) -> str:
         """Dotted name of block `index`: ``model.layers.3``."""
         return f"{self.block_prefix}.{index}"
+
+    def linear(self, name: str) -> nn.Linear:
+        """The linear of that name. Raises `QbenchError` when the model's code has none."""
+        try:
+            module = self.model.get_submodule(name)
+        except AttributeError:
+            raise QbenchError(f"{name}: the model's code has no such module.") from None
+        if not isinstance(module, nn.Linear):
+            raise QbenchError(f"{name}: a {type(module).__name__}, not a linear layer; it cannot be compressed.")
+        return module
 
     def load(self, name: str) -> torch.Tensor:
         """A source tensor in float32 on the device; a quantized one is dequantized."""

@@ -80,6 +80,12 @@ def solve(
     for index, (target, mask) in enumerate(zip(targets, masks, strict=True)):
         solution = solutions[index]
         decoded = solution.quantized.dequantize()
+        kept = weights[index] if mask is None else weights[index] * mask
+        if not solution.dead_columns and bool(kept.any()) and not bool(decoded.any()):
+            raise QbenchError(
+                f"{target.name}: all its weights would become 0: the largest, {float(kept.abs().max()):.3g}, "
+                f"is below what format {target.scheme.format.name} and its scales can hold."
+            )
         unreached = "no calibration token reached it" if target.scheme.uses_statistics and not reached else None
         report = LayerReport(
             module=target.name,

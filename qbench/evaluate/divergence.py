@@ -69,6 +69,8 @@ def reference_states(
     hidden = torch.cat(list(scored_hidden(engine, windows)))
     states = ReferenceStates(hidden, head.to(hidden), vocab_size, windows_hash(windows))
     own = engine.logits(hidden[:1])
+    if not bool(torch.isfinite(own).all()):
+        raise QbenchError("evaluate: the reference's logits are NaN or infinite; the weight of its head is broken.")
     if not torch.allclose(own, states.logits(0, 1), rtol=0.0, atol=0.02 * own.abs().max().item()):
         raise QbenchError(
             "evaluate: the reference's logits are not its hidden states times its head "

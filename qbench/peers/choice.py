@@ -160,4 +160,4 @@ def _installed(interpreter: str, package: str) -> str | None:
             return None
     ask = f"from importlib.metadata import version; print(version({package!r}))"
     done = subprocess.run([interpreter, "-P", "-c", ask], capture_output=True, text=True, check=False)
-    return done.stdout.strip() if done.returncode == 0 else None
+    return done.stdout.strip() or None if done.returncode == 0 else None  # a program that is no Python prints nothing

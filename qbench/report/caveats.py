@@ -9,6 +9,11 @@ from qbench.report.run_info import RunInfo
 from qbench.report.table import Table
 from qbench.result import Result
 
+SENTENCES = {
+    "solver_fallbacks": "{:.0f} layers were not solved as asked",
+    "transforms_skipped": "the inputs of {:.0f} layers were not scaled",
+}
+
 
 def caveats(info: RunInfo, rows: Sequence[Result], table: Table) -> list[str]:
     """The run's own warnings, numbers that were not ranked, solver fallbacks, exports that are not exact."""
@@ -20,10 +25,8 @@ def caveats(info: RunInfo, rows: Sequence[Result], table: Table) -> list[str]:
                 keys = ", ".join(cell.differs)
                 found.append(f"{variant}: {column.title} was measured with another {keys} and is not ranked.")
     for row in rows:
-        if row.metric == "solver_fallbacks" and row.value and row.variant in table.variants:
-            found.append(f"{row.variant}: {row.value:.0f} layers fell back to plain rounding.")
-        if row.metric == "transforms_skipped" and row.value and row.variant in table.variants:
-            found.append(f"{row.variant}: the inputs of {row.value:.0f} layers could not be scaled.")
+        if row.metric in SENTENCES and (reason := row.detail.get("reason")) and row.variant in table.variants:
+            found.append(f"{row.variant}: {SENTENCES[row.metric].format(row.value)}: {reason}.")
     for counts in expert_counts(rows, table.variants):
         if counts.num_unreached:
             share = f"{counts.num_unreached} of {len(counts.tokens)} experts"

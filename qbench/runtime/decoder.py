@@ -6,7 +6,8 @@ are of, go through the projections together.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -33,13 +34,24 @@ class Decoder:
 
     def hidden_states(self, plan: StepPlan, cache: PagedKVCache) -> torch.Tensor:
         """Final-normed hidden states ``[T, hidden]``; the step's keys and values are left in `cache`."""
+        _, hidden = deque(self._layers(plan, cache), maxlen=1).pop()
+        return hidden
+
+    def first_broken(self, plan: StepPlan, cache: PagedKVCache) -> str:
+        """The first module of a step like `hidden_states` whose output is not finite."""
+        return next(name for name, x in self._layers(plan, cache) if not bool(torch.isfinite(x).all()))
+
+    def _layers(self, plan: StepPlan, cache: PagedKVCache) -> Iterator[tuple[str, torch.Tensor]]:
+        """The step's hidden states behind the embedding, each block and the final norm, with the module's name."""
         x = embed(self.weights[EMBEDDING], plan.token_ids, self.dtype)
+        yield EMBEDDING.removesuffix(".weight"), x
         cos, sin = rotation(plan.positions, self.inverse_frequencies, self.dtype)
         for layer in range(self.architecture.num_layers):
-            prefix = f"model.layers.{layer}."
-            x = x + self._attention(layer, self._norm(x, f"{prefix}input_layernorm"), cos, sin, plan, cache)
-            x = x + self._mlp(f"{prefix}mlp.", self._norm(x, f"{prefix}post_attention_layernorm"))
-        return self._norm(x, "model.norm")
+            name = f"model.layers.{layer}"
+            x = x + self._attention(layer, self._norm(x, f"{name}.input_layernorm"), cos, sin, plan, cache)
+            x = x + self._mlp(f"{name}.mlp.", self._norm(x, f"{name}.post_attention_layernorm"))
+            yield name, x
+        yield "model.norm", self._norm(x, "model.norm")
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Float32 logits ``[n, vocab]`` of final-normed `hidden` ``[n, hidden]``."""

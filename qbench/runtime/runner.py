@@ -6,6 +6,7 @@ from collections import Counter
 
 import torch
 
+from qbench.errors import QbenchError
 from qbench.models.source import ModelSource
 from qbench.runtime.architecture import Architecture
 from qbench.runtime.attention import StepPlan
@@ -55,10 +56,19 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, step: ScheduledStep) -> torch.Tensor:
-        """Final-normed hidden states ``[tokens in step, hidden]``, in the order of the step's requests."""
+        """Final-normed hidden states ``[tokens in step, hidden]``, in the order of the step's requests.
+
+        Raises `QbenchError` naming the layer where they turn NaN or infinite.
+        """
         windows = set(self.architecture.windows)
         plan = StepPlan.build(step, self.cache.block_size, windows, self.dtype, self.device)
-        return self.decoder.hidden_states(plan, self.cache)
+        hidden = self.decoder.hidden_states(plan, self.cache)
+        if not bool(torch.isfinite(hidden).all()):
+            raise QbenchError(
+                f"{self.decoder.first_broken(plan, self.cache)}: its output is NaN or infinite in {self.dtype}; "
+                "its weights or their quantization are broken, or too large for this dtype."
+            )
+        return hidden
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -49,3 +49,16 @@ def test_wide_inputs_give_the_whole_symmetric_matrix() -> None:
         found = statistics.hessian("layer")  # asked for in between as well
         assert torch.allclose(found.double(), expected.T @ expected / len(expected), atol=1e-5)
         assert torch.equal(found, found.T)
+
+
+@pytest.mark.parametrize("inputs_size", [1e-12, 1.0, 1e12])
+@pytest.mark.parametrize("weight_size", [1e-37, 1e-20, 1e19, 1e37])
+def test_relative_error_is_the_same_for_weights_and_inputs_of_any_size(weight_size: float, inputs_size: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    inputs, weight = torch.randn(50, 8, generator=generator), torch.randn(6, 8, generator=generator)
+    other = weight + 0.1 * torch.randn(6, 8, generator=generator)
+    expected = torch.linalg.norm(inputs @ (other - weight).T) / torch.linalg.norm(inputs @ weight.T)
+    statistics = InputStatistics(8, torch.device("cpu"))
+    statistics.add(inputs * inputs_size)
+    found = relative_output_error(weight * weight_size, other * weight_size, statistics.hessian("x"))
+    assert found == pytest.approx(float(expected), rel=1e-4)

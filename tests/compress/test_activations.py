@@ -113,6 +113,7 @@ def test_a_linear_that_no_token_reached_takes_its_siblings_scale() -> None:
     activations.start("experts.2.up_proj", linear, None)
     weight = INT8.quantize(linear.weight.data)
     assert activations.stored("experts.2.up_proj", weight).parts["input_scale"] == 2
+    assert activations.borrowed == {"experts.2.up_proj"}
     with pytest.raises(QbenchError, match=r"model\.layers\.7\.router\.gate: no calibration token reached it"):
         activations.stored("router.gate", weight)
 

@@ -25,7 +25,7 @@ from qbench.transforms.awq import AWQ
 from qbench.transforms.hadamard import Rotated
 from qbench.transforms.smoothquant import SmoothQuant
 from tests.compress.test_engine import token_rows
-from tests.families import FAMILIES, make_family
+from tests.families import FAMILIES, make_family, random_model
 
 INT4 = Integer(bits=4, group_size=32)
 FLOAT_ZERO = Integer(bits=4, group_size=32, symmetric=False, zero_point_dtype="float16")
@@ -94,7 +94,7 @@ def test_a_weight_too_large_for_the_scales_names_its_layer(tmp_path: Path, way: 
     source = open_model(make_family(tmp_path, "llama"))
     layer = "model.layers.1.mlp.up_proj"
     message = refusal(Damaged(source, f"{layer}.weight", 1e9), tmp_path, WAYS[way], rotate=False)
-    assert message.startswith("model.layers.1: " if way == "signround" else f"{layer}: ")  # a block is learned as one
+    assert message.startswith(f"{layer}: ")
     assert "does not fit float16" in message
 
 
@@ -123,3 +123,13 @@ def test_a_block_whose_output_is_not_finite_is_named(tmp_path: Path) -> None:
     damaged = Damaged(source, f"{name}.weight", float("nan"))
     with pytest.raises(QbenchError, match=r"^model\.layers\.0: its output is NaN or infinite"):
         compress(damaged, schemes, token_rows(2, 16), tmp_path / "model", key="k")
+
+
+@pytest.mark.parametrize("way", ["nearest", "gptq", "signround"])
+def test_a_layer_of_weights_below_what_scales_can_hold_is_refused(tmp_path: Path, way: str) -> None:
+    layer = "model.layers.1.mlp.up_proj"
+    model = random_model("llama")
+    model.get_submodule(layer).weight.data.mul_(1e-12)
+    model.save_pretrained(tmp_path)
+    message = refusal(open_model(tmp_path), tmp_path, WAYS[way], rotate=False)
+    assert message.startswith(f"{layer}: all its weights would become 0: the largest,")

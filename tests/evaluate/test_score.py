@@ -187,6 +187,14 @@ def test_a_reference_whose_logits_are_more_than_its_head_is_refused(
         reference_states(engine, TEXT, engine.head, 300)
 
 
+def test_a_head_too_large_for_its_logits_is_refused(
+    engine: TransformersEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "logits", lambda h: 1e38 * 1e3 * TransformersEngine.logits(engine, h))
+    with pytest.raises(QbenchError, match="the weight of its head is broken"):
+        reference_states(engine, TEXT, engine.head, 300)
+
+
 def test_standard_error_and_buckets_in_closed_form() -> None:
     found = summarize_nll([torch.tensor([1.0, 3.0]).double(), torch.tensor([2.0]).double()])
     assert (found.nll, found.window_nlls, found.num_tokens) == (2.0, [2.0, 2.0], 3)

@@ -81,6 +81,9 @@ def test_a_library_that_is_not_installed_is_named_with_its_package_and_interpret
     for part in ("variants.theirs.with", sys.executable, "no package autoawq", "QBENCH_PEER_PYTHON_AUTOAWQ"):
         assert part in told
     assert list(check(asked, source, machine=False).estimates) == ["reference", "theirs"]
+    monkeypatch.setenv("QBENCH_PEER_PYTHON_AUTOAWQ", "/bin/true")  # ends well whatever it is asked
+    with pytest.raises(QbenchError, match="autoawq is not installed: /bin/true has no package"):
+        check(asked, source)
     monkeypatch.setenv("QBENCH_PEER_PYTHON_AUTOAWQ", "/no/such/python")
     with pytest.raises(QbenchError, match="/no/such/python cannot be run: No such file"):
         check(asked, source)

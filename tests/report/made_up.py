@@ -35,7 +35,11 @@ def made_up_run(folder: Path, second: str = "nf4", second_quality: dict[str, Any
                 for layer in range(3)
                 for module in ("self_attn.q_proj", "mlp.down_proj")
             ]
-            rows += make_results(name, [*errors, ("solver_fallbacks", 2.0, {})], {})
+            rows += make_results(
+                name,
+                [*errors, ("solver_fallbacks", 2.0, {}), ("solver_fallbacks", 2.0, {"reason": "no token came by"})],
+                {},
+            )
     write_results(folder / "results.jsonl", rows)
     record = {
         "recipe_name": "trial",

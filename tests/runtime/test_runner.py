@@ -144,3 +144,13 @@ def test_a_weight_that_is_not_finite_is_named(name: str, value: float) -> None:
     model.get_parameter(name).data.view(-1)[3] = value
     with pytest.raises(QbenchError, match=f"{name} holds NaN or infinite values"):
         make_runner(source_of(model))
+
+
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj", "model.layers.0.self_attn.v_proj"])
+def test_the_layer_that_overflows_is_named(name: str) -> None:
+    model = random_model(LlamaConfig(**TINY))
+    model.get_submodule(name).weight.data.mul_(1e38)
+    runner = make_runner(source_of(model))
+    where = ".".join(name.split(".")[:3])
+    with pytest.raises(QbenchError, match=f"{where}: its output is NaN or infinite in torch.float32"):
+        runner.execute(ScheduledStep([scheduled("a", [5, 6, 7], 0, [0])]))
