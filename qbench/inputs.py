@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +19,7 @@ from qbench.resources import sha256_file
 
 if TYPE_CHECKING:
     from qbench.evaluate.windows import Window
+    from qbench.scheme import Scheme
 
 
 def reference_source(recipe: Recipe) -> ModelSource:
@@ -127,15 +129,26 @@ class Inputs:
         wanted = self.recipe.evaluate
         return windows(self.evaluation_tokens, wanted.seq_len, bos=self.bos)[: wanted.rows]
 
-    def warnings(self, variants: list[str]) -> list[str]:
-        """Where the text gives less than the recipe asks for. Raises `QbenchError` where it gives too little to run."""
+    def warnings(self, variants: Mapping[str, Mapping[str, Scheme]]) -> list[str]:
+        """Where the text gives less than the recipe asks for, or than solvers of `variants` (name -> schemes) need.
+
+        Raises `QbenchError` where it gives too little to run.
+        """
         from qbench.benchmark.closed_loop import Workload
 
         if (load := self.recipe.benchmark) is not None:
             Workload(load.requests, load.prompt_tokens, load.output_tokens).prompts(self.evaluation_tokens, 1)
         found: list[str] = []
-        for wanted in (self.recipe.calibration_of(name) for name in variants):
+        hidden = int(self.source.config.get("hidden_size", 0))
+        for name, schemes in variants.items():
+            wanted = self.recipe.calibration_of(name)
             found += [warning for warning in self._calibration_warnings(wanted) if warning not in found]
+            tokens = self.calibration(wanted).tokens
+            if tokens < hidden and any(scheme.solver.uses_hessian for scheme in schemes.values()):
+                found.append(
+                    f"variants.{name}: {tokens} calibration tokens are few for layers of {hidden} inputs; expect a "
+                    "weak result."
+                )
         if self.recipe.evaluate is not None and len(self.windows) < self.recipe.evaluate.rows:
             asked = self.recipe.evaluate.rows
             found.append(f"evaluate: the text gives {len(self.windows)} windows; {asked} were asked for.")
@@ -151,7 +164,4 @@ class Inputs:
                 f"calibration: {wanted.data} gives {tokens} tokens; {wanted.rows} rows of {wanted.seq_len} were asked "
                 "for. All of it is used."
             )
-        hidden = int(self.source.config.get("hidden_size", 0))
-        if tokens < hidden:
-            found.append(f"calibration: {tokens} tokens are few for layers of {hidden} inputs; expect a weak result.")
         return found

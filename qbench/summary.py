@@ -35,6 +35,12 @@ def print_summary(run_dir: Path, to: Console) -> None:
         to.print(Text(f"! {caveat}", style="yellow"))
 
 
+def caveats_of(run_dir: Path) -> list[str]:
+    """What `print_summary` says below its table."""
+    info, rows = RunInfo.read(run_dir), read_results(run_dir / "results.jsonl")
+    return caveats(info, rows, comparison(rows, info.variants(rows), REFERENCE))
+
+
 def _draw(table: Table, columns: list[Column]) -> rich.table.Table:
     drawn = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False)
     drawn.add_column("variant", no_wrap=True)

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from qbench.errors import QbenchError
 from qbench.estimate import Estimate, Estimator, machine_speed
-from qbench.export.gguf import check_tokenizer
+from qbench.export.gguf import check_tokenizer, other_types
 from qbench.export.layouts import CHECKS
 from qbench.models.source import ModelSource
 from qbench.models.structure import block_count, head_dim, layer_index, linear_names
@@ -125,7 +125,9 @@ def check(
                 wrong.append(f"variants.{name}.kv_cache: {error}")
             if variant.export:
                 warnings.append(f"variants.{name}.export: layouts hold weights only, no KV-cache format.")
-        wrong += _check_exports(name, variant, schemes[name], source)
+        refused, told = _check_exports(name, variant, schemes[name], source)
+        wrong += refused
+        warnings += told
         unfit, unknown = check_importance(recipe, name, schemes[name], module_shapes(source), source)
         wrong += unfit
         warnings += unknown
@@ -222,9 +224,12 @@ def _check_schemes(name: str, schemes: dict[str, Scheme], source: ModelSource) -
     ]
 
 
-def _check_exports(name: str, variant: Variant, schemes: dict[str, Scheme], source: ModelSource) -> list[str]:
+def _check_exports(
+    name: str, variant: Variant, schemes: dict[str, Scheme], source: ModelSource
+) -> tuple[list[str], list[str]]:
+    """What layouts cannot hold, and what they will hold otherwise than asked."""
     shapes = {module: shape for module, shape in module_shapes(source).items() if module in schemes}
-    wrong = []
+    wrong, warnings = [], []
     for index, export in enumerate(variant.export):
         options = export.model_dump(exclude={"layout", "pre_tokenizer"}, exclude_none=True)
         rounded = {scheme.activation.name for scheme in schemes.values() if scheme.activation is not None}
@@ -237,9 +242,11 @@ def _check_exports(name: str, variant: Variant, schemes: dict[str, Scheme], sour
             CHECKS.get(export.layout)(schemes, shapes, source.config, **options)
             if export.layout == "gguf":
                 check_tokenizer(source, export.pre_tokenizer)
+                told = other_types(schemes, shapes, export.type or "auto")
+                warnings += [f"variants.{name}.export[{index}]: {sentence}" for sentence in told]
         except QbenchError as error:
             wrong.append(f"variants.{name}.export[{index}]: {error}")
-    return wrong
+    return wrong, warnings
 
 
 def _check_machine(plan: Plan, out: Path) -> list[str]:

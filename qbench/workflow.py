@@ -57,6 +57,13 @@ class RunSummary:
             to.print(f"Unchanged since an earlier run: {', '.join(self.reused)}", markup=False, soft_wrap=True)
         to.print(f"Report: {self.report}  ({self.seconds:.0f} s)", markup=False, soft_wrap=True)
 
+    @property
+    def caveats(self) -> list[str]:
+        """What to know before trusting the comparison, the warnings among them."""
+        from qbench.summary import caveats_of
+
+        return caveats_of(self.out)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
         return {
@@ -65,6 +72,7 @@ class RunSummary:
             "seconds": round(self.seconds, 3),
             "reused": self.reused,
             "warnings": self.warnings,
+            "caveats": self.caveats,
             "results": [asdict(row) for row in self.results],
         }
 
@@ -79,7 +87,7 @@ def run(recipe: Recipe, out: Path, *, only: Iterable[str] | None = None) -> RunS
     chosen = recipe.chosen(only)
     plan = check(recipe, source, out=out, only=chosen)
     inputs = Inputs(recipe, source)
-    warnings = plan.warnings + inputs.warnings(chosen)
+    warnings = plan.warnings + inputs.warnings(plan.schemes)
     for warning in warnings:
         console.print(f"Warning: {warning}", style="yellow", markup=False, soft_wrap=True)
     with sole_user(out):

@@ -77,3 +77,12 @@ def test_fewer_rows_than_asked_for_are_told(tmp_path: Path, tiny_llama: Path) ->
     said = " ".join(run(tmp_path, tiny_llama, variants, calibration=calibration).output.split())
     assert "tokens; 500 rows of 32 were asked for. All of it is used." in said
     assert "rows; 400 were asked for." in said
+
+
+def test_too_few_tokens_for_a_hessian_are_said_of_the_variant_that_has_one(tmp_path: Path, tiny_llama: Path) -> None:
+    calibration = {"data": str(tmp_path / "text.txt"), "rows": 1, "seq_len": 32}
+    variants = {"plain": {"preset": "nf4"}, "solved": {"preset": "gptq", "format": {"group_size": 32}}}
+    result = run(tmp_path, tiny_llama, variants, "--json", calibration=calibration)
+    caveats = json.loads(result.stdout)["caveats"]
+    assert "variants.solved: 32 calibration tokens are few for layers of 64 inputs; expect a weak result." in caveats
+    assert not any("variants.plain" in caveat for caveat in caveats)

@@ -325,6 +325,12 @@ def test_rules_and_ignores_that_later_ones_overrule_are_warned_about(tmp_path: P
     assert [line.split(":")[0] for line in told] == ["variants.x.rules[0]", "variants.x.ignore[0]"]
 
 
+def test_a_gguf_type_that_rows_are_too_short_for_is_warned_about(tmp_path: Path, tiny_llama: Path) -> None:
+    variants = {"x": {"preset": "nf4", "export": [{"layout": "gguf", "type": "q6_k"}]}}
+    told = " ".join(plan_for(tmp_path, tiny_llama, variants).warnings)
+    assert "variants.x.export[0]: 21 linears are Q8_0: their rows do not divide into the type's blocks" in told
+
+
 def test_a_model_that_is_only_compressed_need_not_run(tmp_path: Path, tiny_llama: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(tiny_llama, model)

@@ -32,6 +32,8 @@ def check_file(path: Path, column: str | None) -> bool:
         raise QbenchError(f"Data file {path}: a text has no columns; found column {column!r}: leave it out.")
     with path.open("rb") as file:
         start = file.read(FIRST_BYTES)
+    if (nul := start.find(b"\0")) >= 0:
+        raise QbenchError(f"Data file {path}: not text (byte {nul} is NUL).")
     try:
         start.decode("utf-8")
     except UnicodeDecodeError as error:

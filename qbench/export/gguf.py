@@ -61,6 +61,20 @@ def check(
     refuse(problems)
 
 
+def other_types(schemes: Mapping[str, Scheme], shapes: Mapping[str, tuple[int, int]], type: str = "auto") -> list[str]:
+    """Which modules a file of `type` will hold in another type, because of the length of their rows; sentences."""
+    found: dict[str, list[str]] = {}
+    for module, scheme in schemes.items():
+        kind = stored_type(module, scheme.format, shapes[module], type)
+        if type != "auto" and kind != type.upper():
+            found.setdefault(kind, []).append(module)
+    return [_other_type(kind, modules) for kind, modules in found.items()]
+
+
+def _other_type(kind: str, names: list[str]) -> str:
+    return f"{len(names)} linears are {kind}: their rows do not divide into the type's blocks ({names[0]}, ...)."
+
+
 def check_tokenizer(source: ModelSource, pre_tokenizer: str | None = None) -> None:
     """Raises `QbenchError` when a GGUF file cannot hold the source's tokenizer; reads no weights."""
     _metadata(source, pre_tokenizer)
@@ -84,17 +98,15 @@ def write(
     """
     check_type(type)
     path = folder_or_file if folder_or_file.suffix == ".gguf" else folder_or_file / FILE_NAME
-    metadata, notes = _metadata(source, pre_tokenizer)
+    metadata, warnings = _metadata(source, pre_tokenizer)
     with written_whole(path) as part:
         kinds, replaced = _write_tensors(source, part, metadata, type)
         readback = verify(source, read(part))
         nbytes = part.stat().st_size
+    notes = []
     if readback.quantized_difference:
         notes.append(f"Quantized weights read back with a difference of up to {readback.quantized_difference:.3g}.")
-    for kind, names in replaced.items():
-        notes.append(
-            f"{len(names)} linears are {kind}: their rows do not divide into the type's blocks ({names[0]}, ...)."
-        )
+    notes += [_other_type(kind, names) for kind, names in replaced.items()]
     return ExportReport(
         layout="gguf",
         files=[path],
@@ -105,6 +117,7 @@ def write(
         worst_tensor=readback.worst_tensor,
         quantized_max_abs_difference=readback.quantized_difference,
         notes=notes,
+        warnings=warnings,
     )
 
 

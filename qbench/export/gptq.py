@@ -80,7 +80,8 @@ def write(source: ModelSource, folder: Path) -> ExportReport:
         max_abs_difference=readback.max_abs_difference,
         worst_tensor=readback.worst_tensor,
         quantized_max_abs_difference=readback.quantized_difference,
-        notes=_notes(quantization, dense, readback),
+        notes=_notes(dense, readback),
+        warnings=_warnings(quantization),
     )
 
 
@@ -158,7 +159,7 @@ def _write_config(folder: Path, source: ModelSource, quantization: dict[str, Any
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def _notes(quantization: dict[str, Any], dense: list[str], readback: Readback) -> list[str]:
+def _notes(dense: list[str], readback: Readback) -> list[str]:
     notes = []
     if readback.quantized_difference:
         notes.append(
@@ -166,13 +167,21 @@ def _notes(quantization: dict[str, Any], dense: list[str], readback: Readback) -
         )
     elif readback.max_abs_difference:
         notes.append("Quantized weights read back exactly; only float32 matrices outside them were rounded to float16.")
-    if quantization["checkpoint_format"] == V2:
-        notes.append("A zero point is 0, which v1 cannot hold: written as gptq_v2 (gptqmodel, transformers, vLLM).")
-    if any(pattern.startswith("+:") for pattern in quantization.get("dynamic", {})):
-        notes.append(
-            "Modules differ in bits, group size or symmetry. gptqmodel and vLLM follow this; transformers ignores it "
-            "and computes wrong results without an error."
-        )
     if dense:
         notes.append(f"{len(dense)} linears inside the blocks are stored uncompressed, such as {dense[0]}.")
     return notes
+
+
+def _warnings(quantization: dict[str, Any]) -> list[str]:
+    warnings = []
+    if quantization["checkpoint_format"] == V2:
+        warnings.append(
+            "A zero point is 0, which v1 cannot hold: written as gptq_v2, which gptqmodel, transformers and vLLM read "
+            "and older readers take for v1."
+        )
+    if any(pattern.startswith("+:") for pattern in quantization.get("dynamic", {})):
+        warnings.append(
+            "Modules differ in bits, group size or symmetry. gptqmodel and vLLM follow this; transformers ignores it "
+            "and computes wrong results without an error."
+        )
+    return warnings

@@ -19,7 +19,8 @@ class ExportReport:
     max_abs_difference: float  # largest |read back - source dequantized| over all tensors
     worst_tensor: str | None  # where that is; None when nothing differs
     quantized_max_abs_difference: float  # the same over the tensors that the source holds quantized
-    notes: list[str] = field(default_factory=list)  # what the user should know, one sentence each
+    notes: list[str] = field(default_factory=list)  # how it is stored, where that is not as asked; a sentence each
+    warnings: list[str] = field(default_factory=list)  # what an engine that loads it may do wrong; a sentence each
 
     @property
     def exact(self) -> bool:

@@ -29,8 +29,9 @@ def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerFast:
         try:
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         except Exception as error:  # the tokenizers library raises plain Exception on a malformed tokenizer.json
+            reason = " ".join(str(error).split())[:200]
             raise QbenchError(
-                f"{source.location}: the tokenizer cannot be read from {', '.join(names)}: {error}"
+                f"{source.location}: the tokenizer cannot be read from {', '.join(names)}: {reason}"
             ) from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise QbenchError(

@@ -16,7 +16,7 @@ SENTENCES = {
 
 
 def caveats(info: RunInfo, rows: Sequence[Result], table: Table) -> list[str]:
-    """The run's own warnings, numbers that were not ranked, solver fallbacks, exports that are not exact."""
+    """The run's own warnings, numbers not ranked, solver fallbacks, what exports lose or engines misread."""
     found = list(info.warnings)
     for column in table.columns:
         for variant in table.variants:
@@ -37,6 +37,7 @@ def caveats(info: RunInfo, rows: Sequence[Result], table: Table) -> list[str]:
             found.append(f"{variant}: made by {maker}; its weights are floats here, so their speed is not given.")
     for variant, exports in info.exports.items():
         for export in exports:
-            if export.difference:
+            if export.quantized_max_abs_difference:
                 found.append(f"{variant} as {export.label}, read back: {export.difference}.")
+            found += [f"{variant} as {export.label}: {warning}" for warning in export.warnings]
     return found

@@ -29,6 +29,7 @@ class ExportInfo(BaseModel):
     worst_tensor: str | None = None
     quantized_max_abs_difference: float  # over the quantized weights alone
     notes: list[str] = []
+    warnings: list[str] = []
 
     @property
     def difference(self) -> str:

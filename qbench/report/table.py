@@ -63,7 +63,9 @@ def all_columns(rows: Sequence[Result]) -> list[Column]:
     columns = [
         Column("bits", "bits / weight", "bits_per_weight", {}, "lower", text.fixed(2), "compressed linears, scales in"),
         Column("sparsity", "zeros %", "sparsity", {}, "higher", text.percent, "pruned linears' weights that are 0"),
-        Column("disk", "disk MB", "disk_bytes", {}, "lower", text.megabytes, "size of the variant's folder"),
+        Column(
+            "disk", "disk MB", "disk_bytes", {}, "lower", text.megabytes, "the variant's own folder, not its exports"
+        ),
         Column("perplexity", "perplexity", "perplexity", {}, "lower", text.fixed(2), "on held-out text"),
         Column("kl", "KL mean", "kl_mean", {}, "lower", text.divergence, "KL(reference || variant), nats a token"),
         Column("top1", "top-1 %", "top1_agreement", {}, "higher", text.percent, "same first token as the reference"),

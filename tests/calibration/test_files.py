@@ -61,6 +61,7 @@ def test_equal_content_has_one_hash_whatever_the_file(tmp_path: Path) -> None:
         ("a.jsonl", b"", "is empty"),
         ("a.parquet", b"", "is empty"),
         ("a.txt", b"caf\xe9 au lait", r"not UTF-8 text \(byte 3\)"),
+        ("a.txt", b"abc" + bytes(5000), r"not text \(byte 3 is NUL\)"),
         ("a.jsonl", b'{"text": "caf\xe9"}\n', r"not UTF-8 text \(byte 13\)"),
         ("a.jsonl", b"text\n", "line 1: expected a JSON object"),
         ("a.jsonl", b'["text"]\n', "line 1: expected a JSON object"),

@@ -291,7 +291,7 @@ def test_networks_that_cannot_be_described_are_refused(tmp_path: Path, fields: d
 def test_sliding_window_is_noted(tmp_path: Path) -> None:
     folder = change_config(make_tiny_llama(tmp_path / "m"), model_type="mistral", sliding_window=64)
     report = write(open_model(folder), tmp_path)
-    assert any("sliding window of 64" in note for note in report.notes)
+    assert any("sliding window of 64" in note for note in report.warnings)
 
 
 REFUSED = [
@@ -360,7 +360,7 @@ def test_pre_tokenizer_is_never_guessed(tmp_path: Path) -> None:
     with pytest.raises(QbenchError, match="Unknown pre-tokenizer 'gpt2'"):
         write(open_model(folder), tmp_path / "a.gguf", pre_tokenizer="gpt2")
     report = write(open_model(folder), tmp_path / "a.gguf", pre_tokenizer="qwen2")
-    assert any("given as 'qwen2'" in note for note in report.notes)
+    assert any("given as 'qwen2'" in note for note in report.warnings)
     assert read(tmp_path / "a.gguf").file.metadata["tokenizer.ggml.pre"] == "qwen2"
 
 

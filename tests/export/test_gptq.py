@@ -125,7 +125,7 @@ def test_a_zero_point_of_zero_is_written_as_v2(model: ModelSource, tmp_path: Pat
     report = write(source, tmp_path / "out")
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert config["checkpoint_format"] == "gptq_v2"
-    assert any("gptq_v2" in note for note in report.notes)
+    assert any("gptq_v2" in note for note in report.warnings)
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     assert set(tensors["model.layers.1.self_attn.q_proj.qzeros"].unique().tolist()) == {0x88888888 - 2**32}
     assert not tensors[f"{Q_PROJ}.qzeros"].any()
@@ -170,7 +170,7 @@ def test_configuration_of_modules_that_differ(model: ModelSource, tmp_path: Path
     assert config["dynamic"][other] == {"bits": 8, "group_size": -1}
     assert f"{Q_PROJ}" in config["modules_in_block_to_quantize"][0]
     assert "model.layers.1.self_attn.q_proj" not in config["modules_in_block_to_quantize"][0]
-    assert any("transformers ignores" in note for note in report.notes)
+    assert any("transformers ignores" in note for note in report.warnings)
 
 
 def test_equal_exports_are_equal_bytes_and_replace_each_other(model: ModelSource, tmp_path: Path) -> None:
