@@ -20,9 +20,11 @@ def nearest(name: object, known: Iterable[str]) -> str:
 class Registry:
     """Maps a name to ``"module:attribute"``; the module is imported when the name is first used."""
 
-    def __init__(self, kind: str, entries: dict[str, str]) -> None:
+    def __init__(self, kind: str, entries: dict[str, str], elsewhere: dict[str, str] | None = None) -> None:
+        """`elsewhere` says of names that are looked for here where they are."""
         self.kind = kind
         self.entries = entries
+        self.elsewhere = elsewhere or {}
 
     def __contains__(self, name: str) -> bool:
         return name in self.entries
@@ -34,6 +36,7 @@ class Registry:
         from qbench.errors import QbenchError
 
         if not isinstance(name, str) or name not in self.entries:
-            raise QbenchError(f"Unknown {self.kind} {reprlib.repr(name)}. {nearest(name, self.entries)}")
+            where = self.elsewhere.get(str(name)) or nearest(name, self.entries)
+            raise QbenchError(f"Unknown {self.kind} {reprlib.repr(name)}. {where}")
         module, attribute = self.entries[name].split(":")
         return getattr(import_module(module), attribute)

@@ -13,7 +13,7 @@ import pytest
 from qbench.errors import QbenchError
 from qbench.formats.integer import Integer
 from qbench.presets import PRESETS, build_axis
-from qbench.recipe import Recipe, load_recipe, stage_key
+from qbench.recipe import Recipe, Variant, load_recipe, stage_key
 from qbench.solvers.gptq import GPTQ
 from qbench.solvers.nearest import Nearest
 from qbench.transforms.awq import AWQ
@@ -38,6 +38,11 @@ def refusal(folder: Path, text: str, *overrides: str) -> str:
     with pytest.raises(QbenchError) as caught:
         load_recipe(write(folder, text), overrides)
     return str(caught.value)
+
+
+def test_a_rotation_is_no_transform_and_the_message_says_where_it_is() -> None:
+    with pytest.raises(ValueError, match="`rotate: true` in the variant asks for it"):
+        Variant.model_validate({"preset": "gptq", "transform": {"name": "hadamard"}})
 
 
 def test_defaults_and_name_from_the_file(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def command(as_json: Json = False) -> None:
         opened = "\n".join(f"  {axis}: {_flow(preset[axis])}" for axis in axes)
         presets.add_row(name, f"{preset['bits_per_weight']:.2f}", f"{preset['description']}\n{opened}")
     out.print(presets)
-    for kind in ("formats", "solvers", "transforms", "prune", "activations", "kv_cache", "layouts"):
+    for kind in ("formats", "solvers", "transforms", "rotate", "prune", "activations", "kv_cache", "layouts"):
         table = Table("name", "fields", "what", title=TITLES.get(kind, kind.capitalize()))
         for name, entry in found[kind].items():
             options = "\n".join(f"{key}: {value}" for key, value in entry["fields"].items())
@@ -58,7 +58,7 @@ def known_methods() -> dict[str, dict[str, Any]]:
     from qbench.formats.size import stored_bytes
     from qbench.presets import PRESETS
     from qbench.solvers.base import SOLVERS
-    from qbench.transforms.base import TRANSFORMS
+    from qbench.transforms.base import ROTATION, TRANSFORMS
     from qbench.transforms.prune import PRUNERS
 
     presets = {}
@@ -70,6 +70,7 @@ def known_methods() -> dict[str, dict[str, Any]]:
         "formats": {name: _described(FORMATS.get(name)) for name in FORMATS.names()},
         "solvers": {name: _described(SOLVERS.get(name)) for name in SOLVERS.names()},
         "transforms": {name: _described(TRANSFORMS.get(name)) for name in TRANSFORMS.names()},
+        "rotate": {"true": {"description": ROTATION, "fields": {}}},
         "prune": {name: _described(PRUNERS.get(name)) for name in PRUNERS.names()},
         "activations": {name: _described(ACTIVATIONS.get(name)) for name in ACTIVATIONS.names()},
         "kv_cache": {name: _described(KV_FORMATS.get(name)) for name in KV_FORMATS.names()},

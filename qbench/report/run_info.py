@@ -103,7 +103,7 @@ class RunInfo(BaseModel):
             return ", ".join([method, *options, *calibration])
         preset = said.get("preset")
         fields = [
-            f"{key.replace('_', ' ')} {value}"
+            str(value) if key == "name" else f"{key.replace('_', ' ')} {value}"
             for axis in ("transform", "prune", "format", "solver", "activation")
             for key, value in said.get(axis, {}).items()
             if (key, value) != ("name", preset)

@@ -96,10 +96,16 @@ def clamped(weight: torch.Tensor, limits: Limits, block_size: int) -> torch.Tens
     return torch.clamp(weight, low, high)
 
 
+ROTATION = "Hadamard rotations of the residual stream and of heads, folded into the weights (QuaRot, arXiv 2404.00456)."
+
 TRANSFORMS = Registry(
     "transform",
     {
         "awq": "qbench.transforms.awq:AWQ",
         "smoothquant": "qbench.transforms.smoothquant:SmoothQuant",
     },
+    elsewhere=dict.fromkeys(
+        ("hadamard", "quarot", "rotate", "rotation"),
+        "A rotation is of the whole model: `rotate: true` in the variant asks for it.",
+    ),
 )
