@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from result_table import cells, headlines, markdown_table
+
 from qbench.recipe import load_recipe
 from qbench.resources import data_dir
 from qbench.result import Result, read_results
@@ -25,10 +27,7 @@ HEADINGS = ("variant", "made by", "bits / weight", "KL (nats)", "perplexity", "s
 
 def table(rows: list[Result], variants: list[str]) -> str:
     """The file's text: conditions, the lines of `variants` and of the reference, and what is missing."""
-    found: dict[str, dict[str, Result]] = {}
-    for row in rows:
-        if row.metric in COLUMNS and not row.detail:
-            found.setdefault(row.variant, {})[row.metric] = row
+    found = headlines(rows, COLUMNS)
     about = found["reference"]["kl_mean"].provenance
     lines = [
         f"Made by `eval/peers_table.py` from a run of `recipes/peers.yaml` on {about['model']} "
@@ -36,15 +35,13 @@ def table(rows: list[Result], variants: list[str]) -> str:
         f"tokens of {about['data']}, {about['dtype']} on {about['device']}, engine {about['engine']} "
         f"{about['engine_version']}, torch {about['torch_version']}, seed {about['seed']}.",
         "",
-        "| " + " | ".join(HEADINGS) + " |",
-        "|---|---" + "|---:" * len(COLUMNS) + "|",
     ]
-    for name in ["reference", *variants]:
-        if name not in found:
-            continue
+
+    def line(name: str) -> list[str]:
         made_by = found[name]["kl_mean"].provenance.get("made_by", "qbench" if name != "reference" else "")
-        values = [text.format(found[name][key].value) if key in found[name] else "" for key, text in COLUMNS.items()]
-        lines.append("| " + " | ".join([name, made_by, *values]) + " |")
+        return [name, made_by, *cells(found[name], COLUMNS)]
+
+    lines += markdown_table(HEADINGS, 2, [line(name) for name in ["reference", *variants] if name in found])
     missing = [name for name in variants if name not in found]
     if missing:
         lines += ["", f"Not run: {', '.join(missing)}."]

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
+from result_table import cells, headlines, markdown_table
 
 from qbench.presets import PRESETS
 from qbench.resources import data_dir
@@ -33,16 +34,15 @@ def recipe(left_out: Sequence[str] = ()) -> dict[str, object]:
 
 def table(rows: list[Result]) -> str:
     """The README's lines: the reference, then presets by bits and divergence."""
-    found: dict[str, dict[str, float]] = {}
-    for row in rows:
-        if row.metric in COLUMNS and not row.detail:
-            found.setdefault(row.variant, {})[row.metric] = row.value
-    order = sorted(found, key=lambda name: (-round(found[name]["bits_per_weight"], 1), found[name].get("kl_mean", 0)))
-    lines = ["| " + " | ".join(HEADINGS) + " |", "|---" + "|---:" * len(COLUMNS) + "|"]
-    for name in order:
-        cells = [text.format(found[name][key]) if key in found[name] else "" for key, text in COLUMNS.items()]
-        lines.append("| " + " | ".join([name, *cells]) + " |")
-    return "\n".join(lines)
+    found = headlines(rows, COLUMNS)
+
+    def place(name: str) -> tuple[float, float]:
+        values = found[name]
+        return -round(values["bits_per_weight"].value, 1), values["kl_mean"].value if "kl_mean" in values else 0.0
+
+    return "\n".join(
+        markdown_table(HEADINGS, 1, ([name, *cells(found[name], COLUMNS)] for name in sorted(found, key=place)))
+    )
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ A stage whose key is unchanged is not run again: changing only `evaluate` in a r
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -241,7 +242,7 @@ def _compression_rows(
 ) -> list[tuple[str, float, dict[str, Any]]]:
     if not layers:
         return [("compress_seconds", seconds, {})]
-    weights = {layer.module: _count(tensors[f"{layer.module}.weight"].shape) for layer in layers}
+    weights = {layer.module: math.prod(tensors[f"{layer.module}.weight"].shape) for layer in layers}
     bits = sum(layer.bits_per_weight * weights[layer.module] for layer in layers) / sum(weights.values())
     rows: list[tuple[str, float, dict[str, Any]]] = [
         ("compress_seconds", seconds, {}),
@@ -332,10 +333,3 @@ def _read_rows(path: Path, key: str, name: str, provenance: dict[str, Any]) -> l
 
 def _folder_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total

@@ -48,7 +48,8 @@ def test_baselines_say_how_they_were_measured(file: Path) -> None:
     assert content["values"]["reference"]["kl_mean"] < 1e-6
 
 
-def test_the_table_of_presets_is_ordered_by_size_then_divergence() -> None:
+def test_the_table_of_presets_is_ordered_by_size_then_divergence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EVAL))
     script = runpy.run_path(str(EVAL / "presets.py"))
     measured = {
         "reference": (32.0, 25.5, 0.0),
@@ -74,3 +75,21 @@ def test_the_table_of_presets_is_ordered_by_size_then_divergence() -> None:
     assert [line.split(" | ")[0].removeprefix("| ") for line in lines[2:]] == ["reference", "w8a8", "gptq", "rtn"]
     assert lines[4] == "| gptq | 4.17 | 30.00 | 0.1250 |  |"
     assert script["recipe"]()["variants"].keys() >= {"gptq", "q4_k_m", "nvfp4", "autoround"}
+
+
+def test_the_table_of_peers_is_in_the_recipes_order_with_who_made_what(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EVAL))
+    script = runpy.run_path(str(EVAL / "peers_table.py"))
+    about = {
+        "model": "a-model", "off_grid": True, "window": {"rows": 2, "seq_len": 32}, "data": "some-text", "seed": 0,
+        "dtype": "float32", "device": "cpu", "engine": "qbench", "engine_version": "1", "torch_version": "2",
+    }  # fmt: skip
+    rows = [
+        row
+        for name, kl, more in (("theirs", 0.25, {"made_by": "other 3"}), ("ours", 0.125, {}), ("reference", 0.0, {}))
+        for row in make_results(name, [("kl_mean", kl, {}), ("kl_mean", 9, {"confidence": "low"})], about | more)
+    ]
+    lines = script["table"](rows, ["ours", "theirs", "later"]).splitlines()
+    assert [line.split(" | ")[0].removeprefix("| ") for line in lines[4:7]] == ["reference", "ours", "theirs"]
+    assert lines[6] == "| theirs | other 3 |  | 0.2500 |  |  |  |"
+    assert lines[-1] == "Not run: later."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,7 @@ def write_floats(source: ModelSource, folder: Path) -> None:
 
 def bits_per_weight(facts: dict[str, Any], source: ModelSource) -> float:
     """Bytes of the library's codes and scales over the weights they stand for, in bits."""
-    weights = sum(_numel(source.tensors[f"{name}.weight"].shape) for name in facts["modules"])
+    weights = sum(math.prod(source.tensors[f"{name}.weight"].shape) for name in facts["modules"])
     stored: int = sum(module["nbytes"] for module in facts["modules"].values())
     return 8 * stored / weights
 
@@ -102,7 +103,3 @@ def _restored(
     if smoothing is not None:
         parts[SMOOTHING] = smoothing
     return QuantizedTensor(Dense(), (weight.shape[0], weight.shape[1]), parts, activation)
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    return int(torch.Size(shape).numel())
