@@ -33,6 +33,7 @@ def test_each_is_what_it_is_alone_under_its_shared_parameters(format: Format, so
     if solver.refusal(format) is not None:
         return
     weights, hessian = three(160 if format.for_width(160) is format else 512)
+    hessian *= torch.block_diag(*[torch.ones(4, 4)] * (len(hessian) // 4))  # a weight's error moves 3 others at most
     shared = format.shared_among(weights)
     together = solver.solve_together(weights, format, hessian, shared=shared, masks=[None] * 3)
     for weight, own, solution in zip(weights, shared, together, strict=True):
@@ -40,7 +41,7 @@ def test_each_is_what_it_is_alone_under_its_shared_parameters(format: Format, so
         assert solution.quantized.shape == weight.shape
         assert {k: v.shape for k, v in solution.quantized.parts.items()} == {k: v.shape for k, v in alone.parts.items()}
         near = (solution.quantized.dequantize() - alone.dequantize()).abs() < 1e-6 * weight.abs().max()
-        assert near.float().mean() > 0.99  # sums over other shapes let some weights fall on the other side
+        assert near.float().mean() > 0.995  # sums over other shapes let single weights fall on the other side
 
 
 @pytest.mark.trap(28)
