@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.functional import pad
 
 from qbench.calibration.channels import ChannelStatistics
 from qbench.compress.experts import Expert
@@ -20,7 +21,8 @@ from qbench.compress.trace import Reading, Trace, find_producer
 from qbench.errors import QbenchError
 from qbench.formats.activation import ActivationFormat
 from qbench.scheme import Scheme
-from qbench.transforms.base import Limits, Readers, Transform
+from qbench.transforms.base import Readers, Transform
+from qbench.transforms.clipping import Limits, clip_search
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments of a module
 
@@ -53,7 +55,8 @@ class Smoother:
         if groups:
             device = self.passes.hidden[0].device
             statistics = [
-                ChannelStatistics(reading.tensor.shape[-1], self.passes.tokens, device) for reading, _ in groups
+                ChannelStatistics(reading.tensor.shape[-1], self.passes.tokens, device, self._clipped(reading).values())
+                for reading, _ in groups
             ]
             leaders: list[Any] = [self.block.get_submodule(reading.readers[0]) for reading, _ in groups]
             self.passes.collect(list(zip(leaders, statistics, strict=True)))
@@ -64,8 +67,8 @@ class Smoother:
             ]
             for (reading, _), seen, scales in zip(groups, statistics, scaled, strict=True):  # when all are folded
                 if seen.tokens:
-                    for name in reading.readers:
-                        self._limit(name, seen.sample if scales is None else seen.sample / scales)
+                    for name, size in self._clipped(reading).items():
+                        self._limit(name, seen.grams[size] if scales is None else _rescaled(seen.grams[size], scales))
         for name, scheme in self.schemes.items():
             if scheme.transform is not None and name not in self.done.detail:
                 self.done.detail[name] = {"name": scheme.transform.name, "skipped": UNREACHED}
@@ -75,6 +78,15 @@ class Smoother:
         """The different transforms that a group's linears ask for."""
         asked = (self.schemes[name].transform for name in reading.readers if name in self.schemes)
         return list(dict.fromkeys(transform for transform in asked if transform is not None))
+
+    def _clipped(self, reading: Reading) -> dict[str, int]:
+        """Those of a group's linears whose ranges are searched, each with the size of a block of its weight."""
+        asked = {name: self.schemes[name] for name in reading.readers if name in self.schemes}
+        return {
+            name: scheme.format.block_size(reading.tensor.shape[-1])
+            for name, scheme in asked.items()
+            if scheme.transform is not None and scheme.transform.clips(name, scheme.format)
+        }
 
     def _calls(self, parents: set[str]) -> dict[str, Call]:
         """What each of the modules is called with in a pass over the tokens that candidates are compared on."""
@@ -212,17 +224,19 @@ class Smoother:
 
         return loss
 
-    def _limit(self, name: str, inputs: torch.Tensor) -> None:
-        scheme = self.schemes.get(name)
-        if scheme is None or scheme.transform is None:
-            return
+    def _limit(self, name: str, gram: torch.Tensor) -> None:
         weight: Any = self.block.get_submodule(name).weight
         try:
-            limits = scheme.transform.limits(name, weight.data, scheme.format, inputs)
+            self.done.limits[name] = clip_search(weight.data, self.schemes[name].format, gram)
         except QbenchError as refused:
             raise QbenchError(f"{self.prefix}.{name}: {refused}") from refused
-        if limits is not None:
-            self.done.limits[name] = limits
+
+
+def _rescaled(gram: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """`gram` ``[blocks, size, size]`` of inputs, as it is of the inputs divided by `scales` ``[n]``."""
+    blocks, size = gram.shape[:2]
+    factors = pad(1 / scales, (0, blocks * size - len(scales))).view(blocks, size)
+    return gram * factors[:, :, None] * factors[:, None, :]
 
 
 def rounds(activation: ActivationFormat, scales: torch.Tensor, max_abs: torch.Tensor) -> Callable[..., torch.Tensor]:

@@ -15,7 +15,7 @@ from qbench.formats.base import Format, Params, QuantizedTensor
 from qbench.scheme import Scheme
 from qbench.solvers.base import Solution, Solver
 from qbench.solvers.nearest import Nearest
-from qbench.transforms.base import Limits, clamped
+from qbench.transforms.clipping import Limits, clamped
 
 
 @dataclass(frozen=True)

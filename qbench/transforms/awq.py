@@ -6,10 +6,9 @@ by the error of what the module around them puts out. Two forms are tried:
 - `activation`: ``s = mean|x|^r`` (the paper's);
 - `duo`: ``s = mean|x|^r / mean|w|^(1 - r)``, with ``|w|`` relative to the largest of its block, averaged over the rows.
 
-Either is divided by ``sqrt(max(s) min(s))``. Then, for each block of each weight, the range is narrowed to whatever
-fraction gives the least error of the block's own output: rounding finer is worth clipping a few. Query and key
-projections are not clipped, because their errors multiply; nor are formats whose rows share a range, or that search
-their ranges themselves.
+Either is divided by ``sqrt(max(s) min(s))``. Then ranges are narrowed (`qbench.transforms.clipping`), but not those of
+query and key projections, because their errors multiply; nor of formats whose rows share a range, or that search their
+ranges themselves.
 """
 
 from __future__ import annotations
@@ -19,9 +18,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from qbench.errors import QbenchError
 from qbench.formats.base import Format
-from qbench.formats.integer import Integer
 from qbench.lazy import lazy_import
-from qbench.transforms.base import Choice, Limits, Readers, Transform, best, clamped
+from qbench.transforms.base import CLIP_RANGES, Choice, Readers, Transform, best
 
 if TYPE_CHECKING:
     import torch
@@ -29,9 +27,6 @@ else:
     torch = lazy_import("torch")
 
 SMALLEST = 1e-4
-CLIP_STEPS = 20
-MAX_SHRINK = 0.5  # the range is never narrowed to less than this
-CLIP_RANGES = int(CLIP_STEPS * (1 - MAX_SHRINK))
 NOT_CLIPPED = ("q_", "k_", "qkv", "query", "key", "Wqkv")
 
 
@@ -72,35 +67,9 @@ class AWQ(Transform):
                 candidates.append(Choice(scales, {"form": form, "ratio": ratio}))
         return best(readers, candidates)
 
-    def limits(self, module: str, weight: torch.Tensor, format: Format, inputs: torch.Tensor) -> Limits | None:
+    def clips(self, module: str, format: Format) -> bool:
         last = module.rpartition(".")[2]
-        if not self.clip or last.startswith(NOT_CLIPPED) or format.rows_share or format.weighs_importance:
-            return None
-        return clip_search(weight, format, inputs)
-
-
-def clip_search(weight: torch.Tensor, format: Format, inputs: torch.Tensor) -> Limits:
-    """The bounds ``[out, blocks]`` of each block of `weight` that give the least error of its share of the output."""
-    size = format.block_size(weight.shape[1])
-    parts = torch.split(weight, size, 1)
-    grams = [x.T @ x for x in torch.split(inputs, size, 1)]  # the error of a block is d^T (x^T x) d, d = W - Q
-    if not isinstance(format, Integer) or format.symmetric:
-        high = torch.stack([part.abs().amax(1) for part in parts], 1)
-        low = -high
-    else:
-        low, high = (torch.stack([extreme(part, 1) for part in parts], 1) for extreme in (torch.amin, torch.amax))
-    least = torch.full_like(high, torch.inf)
-    kept = torch.ones_like(high)
-    for step in range(CLIP_RANGES):
-        shrink = 1 - step / CLIP_STEPS
-        difference = weight - format.quantize(clamped(weight, (low * shrink, high * shrink), size)).dequantize()
-        error = torch.stack(
-            [((d @ gram) * d).sum(1) for d, gram in zip(torch.split(difference, size, 1), grams, strict=True)], 1
-        )
-        better = error < least
-        least = torch.where(better, error, least)
-        kept = torch.where(better, shrink, kept)
-    return low * kept, high * kept
+        return self.clip and not (last.startswith(NOT_CLIPPED) or format.rows_share or format.weighs_importance)
 
 
 def _relative_mean(weights: list[torch.Tensor], block_size: int) -> torch.Tensor:

@@ -21,9 +21,8 @@ if TYPE_CHECKING:
 else:
     torch = lazy_import("torch")
 
-Limits = tuple["torch.Tensor", "torch.Tensor"]  # low and high, each [out, blocks]
-
 LARGEST = 65504.0  # of float16, which files store what is not quantized in
+CLIP_RANGES = 10  # that `qbench.transforms.clipping` tries for each block
 
 
 @dataclass(frozen=True)
@@ -78,22 +77,13 @@ class Transform(ABC):
     def choose(self, readers: Readers) -> Choice | None:
         """Scales for one group, usable ones; None when there are none."""
 
-    def limits(self, module: str, weight: torch.Tensor, format: Format, inputs: torch.Tensor) -> Limits | None:
-        """Bounds that a scaled `weight` ``[out, in]`` is clamped to before rounding.
-
-        `inputs` ``[tokens, in]`` are what the linear `module` (its dotted name) is given. None: it is not clamped.
-        """
-        return None
+    def clips(self, module: str, format: Format) -> bool:
+        """Whether the ranges of the linear `module` (its dotted name) are narrowed after its weight was scaled."""
+        return False
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for YAML and JSON: ``{"name": ..., **fields}``."""
         return {"name": self.name, **asdict(self)}  # type: ignore[call-overload]
-
-
-def clamped(weight: torch.Tensor, limits: Limits, block_size: int) -> torch.Tensor:
-    """`weight` ``[out, in]`` with each block of `block_size` columns inside its `limits`."""
-    low, high = (bound.repeat_interleave(block_size, 1)[:, : weight.shape[1]] for bound in limits)
-    return torch.clamp(weight, low, high)
 
 
 ROTATION = "Hadamard rotations of the residual stream and of heads, folded into the weights (QuaRot, arXiv 2404.00456)."

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from qbench.calibration.channels import ChannelStatistics
 from qbench.errors import QbenchError
 from qbench.formats.integer import Integer
-from qbench.transforms.awq import AWQ, clip_search
-from qbench.transforms.base import Readers, clamped
+from qbench.transforms.awq import AWQ
+from qbench.transforms.base import Readers
+from qbench.transforms.clipping import clamped, clip_search
 from qbench.transforms.smoothquant import SmoothQuant
 
 INT4 = Integer(bits=4, group_size=16, symmetric=False)
@@ -130,7 +132,10 @@ def test_clipping_takes_the_best_fraction_for_each_block(symmetric: bool) -> Non
     """Block by block and row by row against a plain loop over outputs."""
     format = Integer(bits=3, group_size=16, symmetric=symmetric)
     weight, inputs = random_weights(5, channels=40)[0], outlier_inputs(60, 40)
-    low, high = clip_search(weight, format, inputs)
+    statistics = ChannelStatistics(40, 60, torch.device("cpu"), [16])
+    for part in inputs.split(13):
+        statistics.add(part)
+    low, high = clip_search(weight, format, statistics.grams[16])
     for row in range(5):
         for block, columns in enumerate((slice(0, 16), slice(16, 32), slice(32, 40))):
             w, x = weight[row : row + 1, columns], inputs[:, columns].double()
@@ -150,12 +155,12 @@ def test_clipping_takes_the_best_fraction_for_each_block(symmetric: bool) -> Non
 
 
 def test_queries_and_keys_and_formats_without_a_range_are_not_clipped() -> None:
-    weight, inputs = random_weights(8)[0], outlier_inputs()
     for name in ("self_attn.q_proj", "self_attn.k_proj", "attention.query_key_value", "self_attn.qkv_proj"):
-        assert AWQ().limits(name, weight, INT4, inputs) is None
-    assert AWQ().limits("mlp.down_proj", weight, Integer(bits=8, granularity="tensor"), inputs) is None
-    assert AWQ(clip=False).limits("mlp.down_proj", weight, INT4, inputs) is None
-    assert AWQ().limits("mlp.down_proj", weight, INT4, inputs) is not None
+        assert not AWQ().clips(name, INT4)
+    assert not AWQ().clips("mlp.down_proj", Integer(bits=8, granularity="tensor"))
+    assert not AWQ(clip=False).clips("mlp.down_proj", INT4)
+    assert not SmoothQuant().clips("mlp.down_proj", INT4)
+    assert AWQ().clips("mlp.down_proj", INT4)
 
 
 def test_values_out_of_range_are_refused() -> None:
